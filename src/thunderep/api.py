@@ -1,0 +1,191 @@
+"""The functions that models call: each calls its operator and names what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeVar, overload
+
+import torch
+
+import thunderep.ops  # noqa: F401  registers torch.ops.thunderep
+from thunderep.buffer import Buffer
+from thunderep.work import Work
+
+_Result = TypeVar("_Result")
+
+
+class DispatchOutput(NamedTuple):
+    """What `dispatch` returns. R = N * M rows: row s * M + i is token i of rank s."""
+
+    recv_x: torch.Tensor
+    """[R, H], x's type: the tokens that chose an expert of this rank, bit for bit. All other rows are unspecified."""
+    recv_topk_idx: torch.Tensor
+    """[R, K], topk_idx's type: local expert ids in the token's own top-k positions; -1 where there is none for this rank."""
+    recv_topk_weights: torch.Tensor
+    """[R, K] float32; 0 where recv_topk_idx is -1."""
+    recv_x_scales: torch.Tensor
+    """[R, S] float32, as recv_x; [R, 0] without x_scales."""
+    is_token_in_rank: torch.Tensor
+    """[T, N] bool: token i went to rank r."""
+
+
+class PermuteOutput(NamedTuple):
+    """What `permute` returns."""
+
+    expert_x: torch.Tensor
+    """[capacity, H], x's type: rows grouped by expert; expert e's are `expert_x[offsets[e - 1] : offsets[e]]`."""
+    offsets: torch.Tensor
+    """[L] int32: the end of each expert's group, as `torch.nn.functional.grouped_mm` takes it."""
+    row_id_map: torch.Tensor
+    """[R, K] int32: the row of expert_x that holds a choice; -1 where there is none."""
+
+
+@overload
+def dispatch(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    buffer: Buffer,
+    max_tokens: int | None = ...,
+    x_scales: torch.Tensor | None = ...,
+    async_op: Literal[False] = ...,
+) -> DispatchOutput: ...
+@overload
+def dispatch(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    buffer: Buffer,
+    max_tokens: int | None = ...,
+    x_scales: torch.Tensor | None = ...,
+    *,
+    async_op: Literal[True],
+) -> Work[DispatchOutput]: ...
+def dispatch(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    buffer: Buffer,
+    max_tokens: int | None = None,
+    x_scales: torch.Tensor | None = None,
+    async_op: bool = False,
+) -> DispatchOutput | Work[DispatchOutput]:
+    """Send every token to the ranks that own the experts it chose. Collective: all ranks call it in the same order.
+
+    Args:
+        x: [T, H] rows; bf16, fp16, fp32, fp8 (e4m3, e5m2), int8 or uint8, any strides. T may differ from rank to
+            rank, and be 0.
+        topk_idx: [T, K] int32 or int64: global expert ids; -1: no expert.
+        topk_weights: [T, K] float32.
+        num_experts: E, as the Buffer has it.
+        buffer: The Buffer.
+        max_tokens: M, at least every rank's T and the same on every rank; None: T, which must then be equal on all ranks.
+        x_scales: [T, S] float32: scales that travel with the rows of a block-scaled payload.
+        async_op: Return at once; the inputs may be changed or freed.
+
+    Returns:
+        What this rank received, or work whose `wait()` gives it. Gradients reach x and topk_weights.
+
+    Raises:
+        ValueError: A shape, type, device or expert id is wrong.
+        RuntimeError: More tokens than max_tokens or the Buffer hold, ranks that disagree, a closed or forked Buffer.
+        PeerError: A peer died or stayed silent; the Buffer is broken from then on.
+    """
+    rows = -1 if max_tokens is None else max_tokens
+
+    def run(*tensors: torch.Tensor | None) -> DispatchOutput:
+        x, idx, weights, scales = tensors
+        return DispatchOutput(*torch.ops.thunderep.dispatch(x, idx, weights, num_experts, buffer.name, rows, scales))
+
+    if async_op:
+        return _submit(buffer, run, x, topk_idx, topk_weights, x_scales)
+    return run(x, topk_idx, topk_weights, x_scales)
+
+
+@overload
+def combine(y: torch.Tensor, dispatched: DispatchOutput, buffer: Buffer, async_op: Literal[False] = ...) -> torch.Tensor: ...
+@overload
+def combine(y: torch.Tensor, dispatched: DispatchOutput, buffer: Buffer, *, async_op: Literal[True]) -> Work[torch.Tensor]: ...
+def combine(
+    y: torch.Tensor, dispatched: DispatchOutput, buffer: Buffer, async_op: bool = False
+) -> torch.Tensor | Work[torch.Tensor]:
+    """Return partial results to their tokens' ranks and sum them there. Collective, as `dispatch`.
+
+    Args:
+        y: [R, H] bf16, fp16 or fp32: for each row of recv_x this rank's partial result, weights applied. Rows that no
+            token chose
+            are not read.
+        dispatched: What `dispatch` returned.
+        buffer: The Buffer.
+        async_op: Return at once; y may be changed or freed.
+
+    Returns:
+        [T, H] of y's type, or work whose `wait()` gives it: for each token the sum over the ranks it went to, added
+        in float32 in rank order and rounded once; zero where it went nowhere. Gradients reach y.
+
+    Raises:
+        ValueError, RuntimeError, PeerError: As `dispatch`.
+    """
+    idx, in_rank = dispatched.recv_topk_idx, dispatched.is_token_in_rank
+
+    def run(y: torch.Tensor | None) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.thunderep.combine(y, idx, in_rank, buffer.name)
+        return result
+
+    return _submit(buffer, run, y) if async_op else run(y)
+
+
+def permute(
+    x: torch.Tensor, topk_idx: torch.Tensor, num_local_experts: int, capacity: int | None = None, alignment: int = 1
+) -> PermuteOutput:
+    """Group rows by local expert, in row order then top-k order.
+
+    Args:
+        x: [R, H], any type and strides.
+        topk_idx: [R, K] int32 or int64: local expert ids; -1: none. Rows without a choice are not read.
+        num_local_experts: L.
+        capacity: Rows of expert_x; None: just enough, found out at run time.
+        alignment: Each expert's group is padded with zero rows to a multiple of this.
+
+    Returns:
+        The groups. Gradients reach x.
+
+    Raises:
+        ValueError: A shape, type or id is wrong, or capacity is too small.
+    """
+    rows = -1 if capacity is None else capacity
+    return PermuteOutput(*torch.ops.thunderep.permute(x, topk_idx, num_local_experts, rows, alignment))
+
+
+def unpermute(expert_y: torch.Tensor, row_id_map: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    """Bring each row's expert results back together, weighted.
+
+    Args:
+        expert_y: [capacity, H]: a result for each row of expert_x.
+        row_id_map: [R, K] int32, as `permute` returned it.
+        topk_weights: [R, K] float32.
+
+    Returns:
+        [R, H] of expert_y's type: the sum over k of topk_weights[r, k] * expert_y[row_id_map[r, k]], in float32,
+        rounded once; zero where there is none. Gradients reach expert_y and topk_weights.
+
+    Raises:
+        ValueError: A shape or type is wrong.
+    """
+    result: torch.Tensor = torch.ops.thunderep.unpermute(expert_y, row_id_map, topk_weights)
+    return result
+
+
+def _submit(buffer: Buffer, operation: Callable[..., _Result], *tensors: torch.Tensor | None) -> Work[_Result]:
+    """Run `operation` on the Buffer's thread as it would run here, on copies: the caller may change its tensors at once."""
+    copies = [None if tensor is None else tensor.clone() for tensor in tensors]
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def run() -> _Result:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):  # modes belong to threads
+            return operation(*copies)
+
+    return buffer.submit(run)

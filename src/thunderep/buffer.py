@@ -1,0 +1,258 @@
+"""Buffer: owns everything that a group of ranks needs to exchange tokens; made by all ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+
+from thunderep.placement import local_experts
+from thunderep.runtime import arena
+from thunderep.runtime.collective import CollectiveTransport
+from thunderep.runtime.host import HostTransport
+from thunderep.runtime.plan import ALIGNMENT, MIN_SLOT_BYTES, Staging
+from thunderep.runtime.rendezvous import Rendezvous, compare, host_id, share_segment
+from thunderep.runtime.transport import DTYPES, Transport
+from thunderep.runtime.watchdog import Watchdog
+from thunderep.work import Work, Worker
+
+TransportName = Literal["auto", "shm", "collective"]
+
+_MAX_DEFAULT_STAGING = 256 << 20
+_AGREED = (
+    "num_experts", "hidden", "topk", "max_tokens", "dtype", "device", "transport", "staging_bytes", "timeout", "name",
+)  # fmt: skip
+
+_buffers: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
+
+_Result = TypeVar("_Result")
+
+
+class Buffer:
+    """Staging, signals and peers of one expert-parallel group.
+
+    Constructing is collective: every rank of the group makes its Buffer with the same arguments, and either all ranks
+    get one or all raise the same report. Everything that is ever allocated is allocated here; calls larger than the
+    staging stream through it.
+
+    Args:
+        group: The expert-parallel ranks; None: the default group.
+        num_experts: E, experts in all. Rank r owns the contiguous block `thunderep.local_experts(E, r, N)`.
+        hidden: H, elements in a row.
+        topk: K, experts per token.
+        max_tokens: Tokens per rank that a call may have at most.
+        dtype: Widest payload element.
+        device: Where the tensors live; None: the current CUDA device where there is one, else the CPU.
+        transport: "shm": shared memory, for CPU tensors of one host. "collective": torch.distributed, for CPU or CUDA
+            tensors, also
+            across hosts. "auto": shm where it works, else collective.
+        staging_bytes: Staging per rank in bytes; None: what double-buffering max_tokens takes, at most 256 MiB.
+        timeout: Seconds that a peer may be silent, and that each phase of construction may take.
+        name: What the operators call this Buffer, the same on all ranks and unique among the open ones; None: derived
+            from the group.
+
+    Raises:
+        ValueError: A wrong argument, the same on every rank.
+        RuntimeError: Ranks disagree, did not arrive in time, or could not share memory; each rank's answer is listed.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        num_experts: int,
+        hidden: int,
+        topk: int,
+        max_tokens: int,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        transport: TransportName = "auto",
+        staging_bytes: int | None = None,
+        timeout: float = 300.0,
+        name: str | None = None,
+    ) -> None:
+        self._closed = True  # until everything is there
+        if not dist.is_initialized():
+            raise RuntimeError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
+        group = group if group is not None else dist.group.WORLD
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+            raise RuntimeError("group: this process is not a rank of it")
+        meeting = Rendezvous(group, timeout if isinstance(timeout, int | float) and timeout > 0 else 300.0)
+        self.group = group
+        self.rank, self.num_ranks = meeting.rank, meeting.num_ranks
+        self.num_experts, self.hidden, self.topk, self.max_tokens = num_experts, hidden, topk, max_tokens
+        self.dtype = dtype
+        self.timeout = timeout
+        self.name = name if name is not None else f"thunderep.{meeting.label}"
+        self._pid = os.getpid()
+        self._worker: Worker | None = None
+        answer: dict[str, Any] = {"pid": self._pid, "host": host_id()}
+        try:
+            self.device = _device(device)
+            self._validate(transport, staging_bytes)
+        except (ValueError, RuntimeError) as error:
+            answer["error"] = (type(error).__name__, str(error))
+        else:
+            answer |= {
+                field: getattr(self, field)
+                for field in _AGREED
+                if field not in ("dtype", "device", "staging_bytes", "transport")
+            }
+            answer |= {"dtype": str(dtype), "device": self.device.type, "staging_bytes": staging_bytes, "transport": transport}
+        answers = meeting.exchange("configuration", answer)
+        compare(answers, _AGREED)
+        self.transport = _choose(transport, self.device, [a["host"] for a in answers])
+        self._transport = self._connect(meeting, staging_bytes, answers)
+        self._closed = False
+        _buffers[self.name] = self
+        self._finalizer = weakref.finalize(self, _close_transport, self._transport, self._pid)
+
+    @property
+    def local_experts(self) -> range:
+        """The global ids of the experts that this rank owns."""
+        return local_experts(self.num_experts, self.rank, self.num_ranks)
+
+    def check(self) -> None:
+        """Raise what went wrong since the last operation, if anything did."""
+        self._usable().check()
+
+    def close(self) -> None:
+        """Release everything.
+
+        Idempotent; waits for no peer. Operations that other threads have under way raise RuntimeError.
+        """
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        if _buffers.get(self.name) is self:
+            del _buffers[self.name]
+        self._finalizer()
+        if self._worker is not None:
+            self._worker.close()
+
+    def submit(self, operation: Callable[[], _Result]) -> Work[_Result]:
+        """Run `operation` on this Buffer's own thread, after all that were submitted before, and return the work at once."""
+        self._usable()
+        if self._worker is None:
+            self._worker = Worker(self.name)
+        return self._worker.submit(operation)
+
+    @contextlib.contextmanager
+    def operation(self) -> Any:
+        """The transport, for one operation in its turn: after all submitted ones."""
+        transport = self._usable()
+        if self._worker is not None:
+            self._worker.wait_for_turn()
+        yield transport
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else self.transport
+        return f"thunderep.Buffer({self.name!r}, rank {self.rank} of {self.num_ranks}, {state})"
+
+    def _usable(self) -> Transport:
+        if self._pid != os.getpid():
+            raise RuntimeError(
+                f"Buffer {self.name!r} was made in process {self._pid} and cannot be used in its fork {os.getpid()};"
+                " start processes with the 'spawn' method and make a Buffer in each"
+            )
+        if self._closed:
+            raise RuntimeError(f"Buffer {self.name!r} is closed")
+        return self._transport
+
+    def _validate(self, transport: str, staging_bytes: int | None) -> None:
+        for field in ("num_experts", "hidden", "topk", "max_tokens"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{field}: got {value!r}, expected an integer of at least 1")
+        if self.dtype not in DTYPES[:7]:
+            raise ValueError(f"dtype: got {self.dtype}, expected one of {', '.join(str(d) for d in DTYPES[:7])}")
+        if not isinstance(self.timeout, int | float) or isinstance(self.timeout, bool) or not self.timeout > 0:
+            raise ValueError(f"timeout: got {self.timeout!r}, expected seconds, more than 0")
+        if not isinstance(self.name, str):
+            raise ValueError(f"name: got {self.name!r}, expected a string or None")
+        if self.name in _buffers:
+            raise ValueError(f"name: {self.name!r} is the name of an open Buffer")
+        if transport not in get_args(TransportName):
+            raise ValueError(f"transport: got {transport!r}, expected one of {', '.join(map(repr, get_args(TransportName)))}")
+        if transport == "shm" and self.device.type != "cpu":
+            raise ValueError(f"transport: 'shm' moves CPU tensors, but the device is {self.device}")
+        if staging_bytes is not None:
+            if not isinstance(staging_bytes, int) or isinstance(staging_bytes, bool):
+                raise ValueError(f"staging_bytes: got {staging_bytes!r}, expected an integer or None")
+            Staging.of(self.num_ranks, staging_bytes)
+
+    def _connect(self, meeting: Rendezvous, staging_bytes: int | None, answers: list[dict[str, Any]]) -> Transport:
+        one_host = all(a["host"] == answers[0]["host"] for a in answers)
+        watchdog = Watchdog([a["pid"] for a in answers]) if one_host else None
+        if self.transport == "collective" or watchdog is None:
+            return CollectiveTransport(self.group, watchdog)
+        nbytes = staging_bytes if staging_bytes is not None else self._default_staging()
+        layout = arena.Layout(self.num_ranks, Staging.of(self.num_ranks, nbytes))
+        try:
+            return HostTransport(share_segment(meeting, layout.nbytes), layout, self.rank, watchdog, self.timeout)
+        except BaseException:
+            watchdog.close()
+            raise
+
+    def _default_staging(self) -> int:
+        """Bytes of a ring of which either half holds a call of `max_tokens`, be it a dispatch or a combine; at most 256 MiB."""
+        row = self.hidden * self.dtype.itemsize
+        scales = -(-self.hidden // 128) * 4
+        dispatch = self.max_tokens * (row + self.topk * 12 + scales) + 4 * ALIGNMENT
+        combine = self.max_tokens * max(row, self.hidden * 2) + 2 * ALIGNMENT
+        half = Staging.slots_for(self.num_ranks) // 2
+        chunks_per_peer = half // max(1, self.num_ranks - 1)
+        slot = max(-(-dispatch // half), -(-combine // chunks_per_peer), MIN_SLOT_BYTES) + ALIGNMENT
+        return min(2 * half * slot, _MAX_DEFAULT_STAGING)
+
+
+def lookup(name: str) -> Buffer:
+    """The open Buffer of that name in this process.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    buffer = _buffers.get(name)
+    if buffer is None:
+        raise RuntimeError(f"buffer: no open Buffer is named {name!r} in this process (closed, or never made here)")
+    return buffer
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    chosen = torch.device(device)
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {chosen}, expected a CPU or CUDA device")
+    if chosen.type == "cuda" and chosen.index is None:
+        chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def _choose(transport: str, device: torch.device, hosts: list[str]) -> str:
+    one_host = all(host == hosts[0] for host in hosts)
+    if transport == "shm" and not one_host:
+        raise RuntimeError(
+            "transport: 'shm' needs all ranks on one host and in one process namespace; "
+            + ", ".join(f"rank {rank} is on {host}" for rank, host in enumerate(hosts))
+        )
+    if transport == "auto":
+        return "shm" if one_host and device.type == "cpu" else "collective"
+    return transport
+
+
+def _close_transport(transport: Transport, pid: int) -> None:
+    if pid == os.getpid():  # a forked child does not own what it inherited
+        transport.close()

@@ -1,0 +1,189 @@
+"""`thunderep::dispatch`: every token goes to the ranks that own the experts it chose. See the contract in `api.dispatch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from thunderep.buffer import Buffer, lookup
+from thunderep.ops.library import library
+from thunderep.ops.rows import require, require_device, rows_sum
+from thunderep.placement import local_experts
+from thunderep.runtime.transport import DTYPES, KINDS, Call
+
+ROW_DTYPES = DTYPES[:7]
+IDX_DTYPES = (torch.int32, torch.int64)
+
+_Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _validate(
+    buffer: Buffer,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    x_scales: torch.Tensor | None,
+) -> None:
+    """Raise ValueError for what shapes, types and devices alone tell."""
+    require(x.dim() == 2 and x.shape[1] == buffer.hidden, "x", x, f"[T, {buffer.hidden}] (hidden)")
+    require(x.dtype in ROW_DTYPES, "x", x.dtype, f"one of {ROW_DTYPES}")
+    require(x.dtype.itemsize <= buffer.dtype.itemsize, "x", x.dtype, f"elements no wider than the Buffer's {buffer.dtype}")
+    require(topk_idx.dim() == 2 and topk_idx.shape[1] == buffer.topk, "topk_idx", topk_idx, f"[T, {buffer.topk}] (topk)")
+    require(topk_idx.dtype in IDX_DTYPES, "topk_idx", topk_idx.dtype, f"one of {IDX_DTYPES}")
+    require(
+        topk_weights.dim() == 2 and topk_weights.shape[1] == buffer.topk,
+        "topk_weights",
+        topk_weights,
+        f"[T, {buffer.topk}] (topk)",
+    )
+    require(topk_weights.dtype == torch.float32, "topk_weights", topk_weights.dtype, torch.float32)
+    require(num_experts == buffer.num_experts, "num_experts", num_experts, f"the Buffer's {buffer.num_experts}")
+    tensors = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
+    if x_scales is not None:
+        require(x_scales.dim() == 2, "x_scales", x_scales, "[T, S]")
+        require(x_scales.dtype == torch.float32, "x_scales", x_scales.dtype, torch.float32)
+        tensors["x_scales"] = x_scales
+    require_device(buffer, tensors)
+
+
+def _dispatch(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    buffer: str,
+    max_tokens: int = -1,
+    x_scales: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
+) -> _Outputs:
+    owner = lookup(buffer)
+    _validate(owner, x, topk_idx, topk_weights, num_experts, x_scales)
+    tokens = x.shape[0]
+    for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights), ("x_scales", x_scales)):
+        require(tensor is None or tensor.shape[0] == tokens, name, tensor, f"{tokens} rows, as x has")
+    max_rows = _max_rows(owner, tokens, max_tokens)
+    if x.device.type == "cpu" and tokens:
+        low, high = topk_idx.aminmax()
+        if low < -1 or high >= num_experts:
+            raise ValueError(f"topk_idx: got ids from {int(low)} to {int(high)}, expected -1 to {num_experts - 1}")
+    inputs = [x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()]
+    if x_scales is not None:
+        inputs.append(x_scales.contiguous())
+    outputs = [t.new_empty(owner.num_ranks * max_rows, t.shape[1]) for t in inputs]
+    call = Call(
+        KINDS.index("dispatch"), tokens, max_rows, DTYPES.index(x.dtype), owner.hidden, owner.topk,
+        DTYPES.index(topk_idx.dtype), -1 if x_scales is None else x_scales.shape[1],
+    )  # fmt: skip
+    with owner.operation() as transport:
+        rows = transport.dispatch(call, inputs, outputs)
+    recv_x, recv_idx, recv_weights = outputs[:3]
+    _localize(owner, recv_idx, recv_weights, rows, max_rows)
+    recv_scales = outputs[3] if x_scales is not None else recv_weights.new_empty(recv_x.shape[0], 0)
+    return recv_x, recv_idx, recv_weights, recv_scales, _is_token_in_rank(owner, topk_idx)
+
+
+def _localize(owner: Buffer, idx: torch.Tensor, weights: torch.Tensor, rows: list[int], max_rows: int) -> None:
+    """Turn received global ids into local ones, in place: -1, and weight 0, for padding and for other ranks' experts."""
+    for rank, count in enumerate(rows):
+        if count < max_rows:
+            idx[rank * max_rows + count : (rank + 1) * max_rows] = -1
+    mine = owner.local_experts
+    elsewhere = (idx < mine.start) | (idx >= mine.stop)
+    idx.sub_(mine.start).masked_fill_(elsewhere, -1)
+    weights.masked_fill_(elsewhere, 0.0)
+
+
+def _is_token_in_rank(owner: Buffer, topk_idx: torch.Tensor) -> torch.Tensor:
+    """[T, N] bool: token i chose an expert of rank r."""
+    starts = [local_experts(owner.num_experts, rank, owner.num_ranks).start for rank in range(owner.num_ranks)]
+    bounds = torch.tensor([*starts, owner.num_experts], dtype=topk_idx.dtype, device=topk_idx.device)
+    chosen = topk_idx.unsqueeze(-1)
+    return ((chosen >= bounds[:-1]) & (chosen < bounds[1:])).any(dim=1)
+
+
+def _max_rows(owner: Buffer, tokens: int, max_tokens: int) -> int:
+    max_rows = tokens if max_tokens == -1 else max_tokens
+    if max_rows < 0:
+        raise ValueError(f"max_tokens: got {max_tokens}, expected -1 or at least 0")
+    if max_rows > owner.max_tokens:
+        name = "x" if max_tokens == -1 else "max_tokens"
+        raise RuntimeError(f"{name}: got {max_rows} tokens, more than the Buffer's max_tokens = {owner.max_tokens}")
+    if tokens > max_rows:
+        raise RuntimeError(f"x: got {tokens} tokens, more than max_tokens = {max_rows} of this call")
+    return max_rows
+
+
+@torch.library.register_fake("thunderep::dispatch", lib=library)
+def _(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    buffer: str,
+    max_tokens: int = -1,
+    x_scales: torch.Tensor | None = None,
+    after: torch.Tensor | None = None,
+) -> _Outputs:
+    owner = lookup(buffer)
+    _validate(owner, x, topk_idx, topk_weights, num_experts, x_scales)
+    received = owner.num_ranks * (max_tokens if isinstance(max_tokens, torch.SymInt) or max_tokens != -1 else x.shape[0])
+    return (
+        x.new_empty(received, x.shape[1]),
+        topk_idx.new_empty(received, topk_idx.shape[1]),
+        topk_weights.new_empty(received, topk_weights.shape[1]),
+        topk_weights.new_empty(received, 0 if x_scales is None else x_scales.shape[1]),
+        topk_idx.new_empty(x.shape[0], owner.num_ranks, dtype=torch.bool),
+    )
+
+
+def _dispatch_backward(
+    grad_recv_x: torch.Tensor,
+    grad_recv_topk_weights: torch.Tensor,
+    recv_topk_idx: torch.Tensor,
+    is_token_in_rank: torch.Tensor,
+    buffer: str,
+    after: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of x and topk_weights: what each rank holds for a token's row and choices, summed as `combine` sums."""
+    owner = lookup(buffer)
+    weights = grad_recv_topk_weights.masked_fill(recv_topk_idx < 0, 0.0)
+    grad_x, grad_weights = rows_sum(owner, "dispatch_backward", [grad_recv_x, weights], is_token_in_rank)
+    return grad_x, grad_weights
+
+
+@torch.library.register_fake("thunderep::dispatch_backward", lib=library)
+def _(
+    grad_recv_x: torch.Tensor,
+    grad_recv_topk_weights: torch.Tensor,
+    recv_topk_idx: torch.Tensor,
+    is_token_in_rank: torch.Tensor,
+    buffer: str,
+    after: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = is_token_in_rank.shape[0]
+    return grad_recv_x.new_empty(tokens, grad_recv_x.shape[1]), grad_recv_topk_weights.new_empty(
+        tokens, grad_recv_topk_weights.shape[1]
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Outputs) -> None:
+    ctx.buffer = inputs[4]
+    ctx.has_scales = inputs[6] is not None
+    ctx.mark_non_differentiable(output[1], output[3], output[4])
+    ctx.save_for_backward(output[1], output[4])
+
+
+def _backward(
+    ctx: Any, grad_x: torch.Tensor, _idx: None, grad_weights: torch.Tensor, _scales: None, _in_rank: None
+) -> tuple[Any, ...]:
+    recv_topk_idx, is_token_in_rank = ctx.saved_tensors
+    x, weights = torch.ops.thunderep.dispatch_backward(grad_x, grad_weights, recv_topk_idx, is_token_in_rank, ctx.buffer)
+    return x, None, weights, None, None, None, None, None
+
+
+torch.library.register_autograd("thunderep::dispatch", _backward, setup_context=_setup_context, lib=library)
+for _key in ("CPU", "CUDA"):
+    library.impl("dispatch", _dispatch, _key)
+    library.impl("dispatch_backward", _dispatch_backward, _key)

@@ -1,0 +1,98 @@
+"""The `collective` transport: the same movements over torch.distributed (gloo for CPU tensors, NCCL for CUDA tensors).
+
+For groups that span hosts, and for CUDA tensors on machines with fast links between GPUs. Ranks compare their calls
+before anything moves where that costs no GPU synchronisation, that is for CPU tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from thunderep.runtime.transport import Call, agree
+from thunderep.runtime.watchdog import PeerError, Watchdog
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class CollectiveTransport:
+    """One rank's side of a process group. See `transport.Transport` for what its methods move.
+
+    Args:
+        group: The ranks.
+        watchdog: Watches the peers' processes where they are on this host, or None; closed with the transport.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, watchdog: Watchdog | None) -> None:
+        self._group: dist.ProcessGroup | None = group
+        self._num_ranks = dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+        self._watchdog = watchdog
+        self._broken: PeerError | None = None
+
+    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
+        """Give every rank all rows of all ranks."""
+        rows = self._announce(call, outputs[0].device)
+        max_rows = outputs[0].shape[0] // self._num_ranks
+        for sent, received in zip(inputs, outputs, strict=True):
+            if received.numel() == 0:
+                continue
+            padded = sent.new_empty(max_rows, *sent.shape[1:])
+            padded[: len(sent)] = sent
+            self._run(lambda o=received, i=padded: _all_gather(_bytes(o), _bytes(i), group=self._group))
+        return rows
+
+    def combine(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Give every rank back the rows that stem from it."""
+        rows = self._announce(call, inputs[0].device)
+        max_rows = inputs[0].shape[0] // self._num_ranks
+        for sent, received in zip(inputs, outputs, strict=True):
+            width = math.prod(sent.shape[1:])
+            if max_rows * width == 0:
+                continue
+            parts = torch.empty_like(sent)
+            self._run(lambda o=parts, i=sent: dist.all_to_all_single(_bytes(o), _bytes(i), group=self._group))
+            tokens = rows[self._rank]
+            received.copy_(parts.view(self._num_ranks, max_rows, *sent.shape[1:])[:, :tokens])
+
+    def check(self) -> None:
+        """Raise the error that broke this transport, if one did."""
+        if self._broken is not None:
+            raise PeerError(str(self._broken), self._broken.rank)
+
+    def close(self) -> None:
+        """Release everything."""
+        self._group = None
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+    def _announce(self, call: Call, device: torch.device) -> list[int]:
+        if self._group is None:
+            raise RuntimeError("the Buffer is closed")
+        self.check()
+        if device.type != "cpu":  # reading the peers' calls would stop the GPU
+            return [call.max_tokens if rank != self._rank else call.tokens for rank in range(self._num_ranks)]
+        mine = torch.tensor(call.as_tuple(), dtype=torch.int64)
+        calls = mine.new_empty(self._num_ranks * len(mine))
+        self._run(lambda: _all_gather(calls, mine, group=self._group))
+        return agree([Call(*row) for row in calls.view(self._num_ranks, -1).tolist()])
+
+    def _run(self, collective: object) -> None:
+        """Run a collective; a backend's error about a lost peer becomes a PeerError."""
+        try:
+            collective()  # type: ignore[operator]
+        except RuntimeError as error:
+            peers = [rank for rank in range(self._num_ranks) if rank != self._rank]
+            dead = sorted(self._watchdog.dead(peers)) if self._watchdog else []
+            culprit = dead[0] if dead else -1
+            who = f"rank {culprit} died" if dead else "a peer failed"
+            self._broken = PeerError(f"rank {self._rank}: {who}: {error}", culprit)
+            raise self._broken from error
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as flat bytes: no backend knows all types."""
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,309 @@
+"""Schedules as data, and the planners that make them.
+
+One operation of one rank is a `Schedule`: lanes that run side by side, each a list of steps that run in order. An
+operation begins when the rank's previous one has ended, and ends when all its lanes have. Nothing here touches
+memory: `host` executes schedules on CPU memory, `check` explores their interleavings.
+
+**Staging.** Every rank owns a ring of `slots` chunk slots in the shared segment. Who sends writes chunks into slots
+of its own ring; who receives copies them out: one hop. For each slot and each reader there is one flag, a binary
+semaphore: 0, the slot is free as far as that reader is concerned; 1, the slot holds a chunk that this reader has yet
+to copy. The writer waits for 0 (its credit), writes and signals 1; the reader waits for 1, copies and signals 0.
+Flags carry no sequence numbers and come back to 0, so a schedule may be replayed at any time and in any order that
+all ranks share.
+
+**Double-buffering and streaming.** Operation i starts at the ring's first or second half in turn (`bank`), so a call
+that fits one half never waits for the readers of the call before. A larger call runs on round the ring as credits
+come back. Sending and each receiving direction are lanes of their own, so a full ring never deadlocks.
+
+Shape legend: N ranks; T[r] rows of rank r; M `max_rows`, the row stride between ranks in a receive buffer; all sizes
+in bytes unless they are called rows. Python integers have no width, so nothing overflows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+ALIGNMENT = 256
+"""Bytes that chunks and the sections in them start at a multiple of: what copy engines and vector loads like."""
+
+MIN_CHUNK_BYTES = 256 << 10
+"""Below this a chunk costs more to signal than its overlap saves."""
+
+MIN_SLOT_BYTES = 4096
+
+
+class Memory(NamedTuple):
+    """A memory that a copy reads or writes: payload `index` of a rank's input or output, or a rank's staging."""
+
+    kind: Literal["input", "output", "staging"]
+    rank: int
+    index: int = 0  # type: ignore[assignment]
+
+
+class Place(NamedTuple):
+    """A byte offset in a memory."""
+
+    memory: Memory
+    offset: int
+
+
+class Flag(NamedTuple):
+    """The binary semaphore of one slot in `owner`'s ring towards one reader."""
+
+    owner: int
+    slot: int
+    reader: int
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy `nbytes` bytes from `src` to `dst`."""
+
+    src: Place
+    dst: Place
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Set every flag to `value`, after all earlier steps of the lane are visible to whoever waits for it."""
+
+    flags: tuple[Flag, ...]
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Let no later step of the lane start before every flag is `value`."""
+
+    flags: tuple[Flag, ...]
+    value: int
+
+
+Step = Copy | Signal | Wait
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """Steps that run in order."""
+
+    name: str
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What one rank does for one operation: lanes that run side by side."""
+
+    rank: int
+    lanes: tuple[Lane, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """The shape of every rank's ring: `slots` chunk slots, an even number, of `slot_bytes` bytes each."""
+
+    slots: int
+    slot_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in a rank's ring."""
+        return self.slots * self.slot_bytes
+
+    @staticmethod
+    def slots_for(num_ranks: int) -> int:
+        """Slots in a ring: in either half the same number for each peer, at least 2, and at least 8 in all."""
+        peers = max(1, num_ranks - 1)
+        return 2 * peers * max(2, math.ceil(8 / peers))
+
+    @classmethod
+    def of(cls, num_ranks: int, nbytes: int) -> Staging:
+        """The largest ring of at most `nbytes` bytes. Raises ValueError if slots would be smaller than a page."""
+        slots = cls.slots_for(num_ranks)
+        slot_bytes = nbytes // slots // ALIGNMENT * ALIGNMENT
+        if slot_bytes < MIN_SLOT_BYTES:
+            raise ValueError(f"staging_bytes: got {nbytes}; {num_ranks} ranks need at least {slots * MIN_SLOT_BYTES}")
+        return cls(slots, slot_bytes)
+
+
+class Section(NamedTuple):
+    """The part of a message that belongs to one payload: where it comes from and where it goes."""
+
+    index: int  # type: ignore[assignment]
+    src: int
+    dst: int
+    nbytes: int
+
+
+class Message(NamedTuple):
+    """What `owner` puts into its ring once for all of `readers`."""
+
+    owner: int
+    readers: tuple[int, ...]
+    sections: tuple[Section, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the message takes in slots."""
+        return sum(_align(s.nbytes) for s in self.sections)
+
+
+class _Piece(NamedTuple):
+    section: Section
+    at: int  # offset in the section
+    slot_offset: int
+    nbytes: int
+
+
+def dispatch_messages(owner: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int) -> tuple[Message, ...]:
+    """A dispatch sends one message: all rows of every payload, to all peers. Rank r's row i lands in row r * M + i."""
+    sections = tuple(
+        Section(p, 0, owner * max_rows * width, rows[owner] * width) for p, width in enumerate(row_bytes) if rows[owner] * width
+    )
+    return (Message(owner, _peers(owner, len(rows)), sections),)
+
+
+def combine_messages(owner: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int) -> tuple[Message, ...]:
+    """A combine sends each peer the T[peer] rows that came from it: [N * M] rows in, [N, T] partial results out, by rank."""
+    return tuple(
+        Message(
+            owner,
+            (peer,),
+            tuple(
+                Section(p, peer * max_rows * width, owner * rows[peer] * width, rows[peer] * width)
+                for p, width in enumerate(row_bytes)
+                if rows[peer] * width
+            ),
+        )
+        for peer in _peers(owner, len(rows))
+    )
+
+
+def plan_dispatch(
+    rank: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int, staging: Staging, bank: int
+) -> Schedule:
+    """The schedule of one rank's dispatch.
+
+    Args:
+        rank: Whose schedule.
+        rows: T[r] of every rank r; any of them may be 0.
+        row_bytes: Bytes in a row of each payload (rows, ids, weights, ...).
+        max_rows: M; row i of rank r arrives in row r * M + i of every rank's outputs.
+        staging: The ring, the same on all ranks.
+        bank: 0 or 1, in turn from operation to operation, the same on all ranks.
+    """
+    _validate(rank, rows, max_rows, bank)
+    outgoing = [dispatch_messages(owner, rows, row_bytes, max_rows) for owner in range(len(rows))]
+    local = tuple(
+        Copy(Place(Memory("input", rank, s.index), s.src), Place(Memory("output", rank, s.index), s.dst), s.nbytes)
+        for s in outgoing[rank][0].sections
+    )
+    return _plan(rank, outgoing, local, staging, bank)
+
+
+def plan_combine(
+    rank: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int, staging: Staging, bank: int
+) -> Schedule:
+    """The schedule of one rank's combine; arguments as `plan_dispatch` has them.
+
+    Inputs have N * M rows, outputs N * T[rank]: partial result i of rank s for this rank arrives in row s * T[rank] +
+    i. This rank's own partial results are not copied: who sums reads them where they are.
+    """
+    _validate(rank, rows, max_rows, bank)
+    outgoing = [combine_messages(owner, rows, row_bytes, max_rows) for owner in range(len(rows))]
+    return _plan(rank, outgoing, (), staging, bank)
+
+
+def _plan(rank: int, outgoing: Sequence[Sequence[Message]], local: tuple[Copy, ...], staging: Staging, bank: int) -> Schedule:
+    num_ranks = len(outgoing)
+    lanes = [Lane("send", tuple(_send(rank, num_ranks, outgoing[rank], staging, bank))), Lane("local", local)]
+    for owner in reversed(_peers(rank, num_ranks)):
+        lanes.append(Lane(f"receive from {owner}", tuple(_receive(rank, owner, outgoing[owner], staging, bank))))
+    return Schedule(rank, tuple(lane for lane in lanes if lane.steps))
+
+
+def _send(rank: int, num_ranks: int, messages: Sequence[Message], staging: Staging, bank: int) -> Iterator[Step]:
+    for slot, message, pieces in _ring(messages, staging, bank):
+        # The credit: every reader's earlier copies out of this slot are done, whatever operation they belonged to.
+        yield Wait(tuple(Flag(rank, slot, peer) for peer in _peers(rank, num_ranks)), 0)
+        for piece in pieces:
+            yield Copy(
+                Place(Memory("input", rank, piece.section.index), piece.section.src + piece.at),
+                Place(Memory("staging", rank), slot * staging.slot_bytes + piece.slot_offset),
+                piece.nbytes,
+            )
+        # Makes the chunk visible to its readers.
+        yield Signal(tuple(Flag(rank, slot, reader) for reader in message.readers), 1)
+
+
+def _receive(rank: int, owner: int, messages: Sequence[Message], staging: Staging, bank: int) -> Iterator[Step]:
+    for slot, message, pieces in _ring(messages, staging, bank):
+        if rank not in message.readers:
+            continue
+        flag = (Flag(owner, slot, rank),)
+        yield Wait(flag, 1)  # the owner's chunk is in the slot
+        for piece in pieces:
+            yield Copy(
+                Place(Memory("staging", owner), slot * staging.slot_bytes + piece.slot_offset),
+                Place(Memory("output", rank, piece.section.index), piece.section.dst + piece.at),
+                piece.nbytes,
+            )
+        yield Signal(flag, 0)  # the credit: this reader's copies are done
+
+
+def _ring(messages: Sequence[Message], staging: Staging, bank: int) -> Iterator[tuple[int, Message, list[_Piece]]]:
+    """Chunks in the order in which they take slots: the first chunk of every message, then the second, ..."""
+    half = staging.slots // 2
+    chunked = [list(_chunks(m, _chunk_bytes(m.nbytes, half // len(messages), staging))) for m in messages]
+    position = bank * half
+    for c in range(max((len(chunks) for chunks in chunked), default=0)):
+        for message, chunks in zip(messages, chunked, strict=True):
+            if c < len(chunks):
+                yield position % staging.slots, message, chunks[c]
+                position += 1
+
+
+def _chunk_bytes(nbytes: int, target: int, staging: Staging) -> int:
+    """Bytes in a chunk: a message is cut into `target` chunks, fewer if they would be tiny, more if a slot holds no more."""
+    return min(staging.slot_bytes, max(MIN_CHUNK_BYTES, _align(math.ceil(nbytes / max(1, target)))))
+
+
+def _chunks(message: Message, chunk_bytes: int) -> Iterator[list[_Piece]]:
+    """Cut a message, its sections laid one after another, into chunks of `chunk_bytes`; a section may span several."""
+    pieces: list[_Piece] = []
+    used = 0
+    for section in message.sections:
+        at = 0
+        while at < section.nbytes:
+            if used >= chunk_bytes:
+                yield pieces
+                pieces, used = [], 0
+            nbytes = min(section.nbytes - at, chunk_bytes - used)
+            pieces.append(_Piece(section, at, used, nbytes))
+            at += nbytes
+            used = _align(used + nbytes)
+    if pieces:
+        yield pieces
+
+
+def _peers(rank: int, num_ranks: int) -> tuple[int, ...]:
+    """All other ranks, beginning with the next one, so that not all turn to the same rank at once."""
+    return tuple((rank + i) % num_ranks for i in range(1, num_ranks))
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _validate(rank: int, rows: Sequence[int], max_rows: int, bank: int) -> None:
+    if not 0 <= rank < len(rows):
+        raise ValueError(f"rank: got {rank}, expected 0 to {len(rows) - 1}")
+    if bank not in (0, 1):
+        raise ValueError(f"bank: got {bank}, expected 0 or 1")
+    for r, count in enumerate(rows):
+        if not 0 <= count <= max_rows:
+            raise ValueError(f"rows: rank {r} has {count}, expected 0 to max_rows = {max_rows}")

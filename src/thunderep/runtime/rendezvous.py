@@ -1,0 +1,178 @@
+"""How ranks meet and agree on one configuration.
+
+Ranks meet in the store behind their ProcessGroup, not in collectives: so a rank that does not come can be named, and
+nothing needs a GPU. Every phase is the same: each rank puts down its answer and reads everyone's. An error is an
+answer too, so all ranks raise the same report.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_group_store
+
+from thunderep.runtime.arena import Handle, Kind, Owner, Segment, attach
+
+_SLICE_SECONDS = 1.0
+
+_attempts: dict[str, int] = {}
+"""Rendezvous begun on each group in this process; the same on all of its ranks, since constructing a Buffer is collective."""
+
+
+class Rendezvous:
+    """One meeting of all ranks of a group.
+
+    Args:
+        group: The ranks that meet.
+        timeout: Seconds that each phase may take.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
+        self.attempt = _attempts[group.group_name] = _attempts.get(group.group_name, -1) + 1
+        self.label = f"{group.group_name}.{self.attempt}"
+        self._timeout = timeout
+        self._store = PrefixStore(f"thunderep/{self.label}", _group_store(group))
+        self._phases: list[str] = []
+
+    def exchange(self, phase: str, answer: Any) -> list[Any]:
+        """Put down this rank's answer and return every rank's, in rank order.
+
+        Args:
+            phase: What the ranks are doing; part of the messages.
+            answer: Anything that JSON holds.
+
+        Raises:
+            RuntimeError: Ranks did not arrive in time, or the store is gone.
+        """
+        keys = [f"{phase}/{rank}" for rank in range(self.num_ranks)]
+        try:
+            self._store.set(keys[self.rank], json.dumps(answer))
+            self._wait(phase, keys)
+            answers = [json.loads(self._store.get(key)) for key in keys]
+        except dist.DistError as error:
+            raise RuntimeError(f"rank {self.rank}: the store was lost in phase '{phase}': {error}") from error
+        # Everyone has read the phase before this one, or they would not have come to this one.
+        if self._phases:
+            self._store.delete_key(f"{self._phases[-1]}/{self.rank}")
+        self._phases.append(phase)
+        return answers
+
+    def _wait(self, phase: str, keys: Sequence[str]) -> None:
+        deadline = time.monotonic() + self._timeout
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self._store.wait(list(keys), timedelta(seconds=max(0.001, min(_SLICE_SECONDS, left))))
+                return
+            except dist.DistStoreError:
+                if left > 0:
+                    continue
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if missing:
+                raise RuntimeError(
+                    f"rank {self.rank}: phase '{phase}': after {self._timeout:g} s"
+                    f" {_ranks(missing)} of {self.num_ranks} had not arrived"
+                )
+
+
+def compare(answers: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> None:
+    """Raise one report, the same on every rank, unless all answers are without an error and alike in `fields`.
+
+    Args:
+        answers: One a rank. "error", if there, is (exception name, text).
+        fields: The keys that must agree.
+
+    Raises:
+        ValueError: Every rank found the same wrong argument.
+        RuntimeError: Some rank could not, or ranks disagree; each rank's value is listed.
+    """
+    errors = [answer.get("error") for answer in answers]
+    if any(errors):
+        if all(error == errors[0] for error in errors) and errors[0] and errors[0][0] == "ValueError":
+            raise ValueError(errors[0][1])
+        raise RuntimeError(
+            "not every rank could make the Buffer: "
+            + "; ".join(f"rank {rank}: {error[1] if error else 'ok'}" for rank, error in enumerate(errors))
+        )
+    differences = [
+        f"{field}: " + ", ".join(f"rank {rank} has {answer[field]!r}" for rank, answer in enumerate(answers))
+        for field in fields
+        if any(answer[field] != answers[0][field] for answer in answers)
+    ]
+    if differences:
+        raise RuntimeError("ranks disagree on the Buffer's configuration; " + "; ".join(differences))
+
+
+def share_segment(meeting: Rendezvous, nbytes: int) -> Segment:
+    """Map one new shared segment on all ranks: without a name where all can open it, else by a name that is gone on return.
+
+    Raises:
+        RuntimeError: Some rank could do neither; each rank's answer is listed.
+    """
+    failures: list[str] = []
+    kinds: tuple[Kind, ...] = ("memfd", "file")
+    for kind in kinds:
+        owner: Owner | None = None
+        segment: Segment | None = None
+        try:
+            answer: dict[str, Any] = {}
+            if meeting.rank == 0:
+                try:
+                    owner = Owner(nbytes, kind)
+                    answer["handle"] = vars(owner.handle)
+                except (OSError, RuntimeError) as error:
+                    answer["error"] = str(error)
+            created = meeting.exchange(f"{kind}: creating the shared segment", answer)[0]
+            answer = {"error": created.get("error")}
+            if owner is not None:
+                segment = owner.segment
+            elif not created.get("error"):
+                try:
+                    segment = attach(Handle(**created["handle"]))
+                except (OSError, RuntimeError) as error:
+                    answer["error"] = str(error)
+            errors = [a["error"] for a in meeting.exchange(f"{kind}: attaching to the shared segment", answer)]
+            if not any(errors) and segment is not None:
+                attached, segment = segment, None
+                return attached
+            failures.append(f"{kind}: " + "; ".join(f"rank {rank}: {error or 'ok'}" for rank, error in enumerate(errors)))
+        finally:
+            if owner is not None:
+                owner.release()
+            if segment is not None:
+                segment.close()
+    raise RuntimeError("no shared segment could be made: " + " / ".join(failures))
+
+
+def host_id() -> str:
+    """The same for two processes exactly if they can see each other: one boot of one kernel, one process namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = socket.gethostname()
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return boot + namespace
+
+
+def _group_store(group: dist.ProcessGroup) -> Store:
+    """The store that the group's ranks share, under the group's own prefix."""
+    if hasattr(group, "get_group_store"):  # newer torch
+        return group.get_group_store()
+    return _get_process_group_store(group)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

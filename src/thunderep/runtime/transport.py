@@ -1,0 +1,113 @@
+"""What a transport does: two movements of rows between ranks, over any tensors of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What all ranks must agree on before an operation moves anything; only `tokens` may differ.
+
+    Attributes:
+        kind: Index in `KINDS`.
+        tokens: T of this rank.
+        max_tokens: M; T where the caller gave none.
+        dtype: Index in `DTYPES` of the rows.
+        hidden: Elements in a row.
+        topk: K, or 0 where no routing moves.
+        idx_dtype: Index in `DTYPES` of the ids.
+        scales: S, scale columns; -1 for none.
+    """
+
+    kind: int
+    tokens: int
+    max_tokens: int
+    dtype: int
+    hidden: int
+    topk: int = 0
+    idx_dtype: int = 0
+    scales: int = -1
+
+    def as_tuple(self) -> tuple[int, ...]:
+        """The fields in their order."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+KINDS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
+
+DTYPES = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
+
+
+class Transport(Protocol):
+    """Moves rows between the ranks of one Buffer. All ranks call the same methods in the same order."""
+
+    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
+        """Give every rank all rows of all ranks.
+
+        Args:
+            call: What ranks must agree on.
+            inputs: Payloads of [T, ...], contiguous.
+            outputs: For each payload, contiguous [N * M, ...]; row s * M + i becomes row i of rank s. Rows past T[s]
+                are left alone.
+
+        Returns:
+            T of every rank.
+        """
+        ...
+
+    def combine(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Give every rank back the rows that stem from it.
+
+        Args:
+            call: What ranks must agree on.
+            inputs: Payloads of [N * M, ...], contiguous; row s * M + i belongs to row i of rank s.
+            outputs: For each payload, contiguous [N, T, ...]: what each rank holds for this rank's rows. This rank's
+                own part is left alone.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise what went wrong since the last call."""
+        ...
+
+    def close(self) -> None:
+        """Release everything; whoever waits in another thread raises. Idempotent, never blocks on peers."""
+        ...
+
+
+def agree(calls: Sequence[Call]) -> list[int]:
+    """Return T of every rank if the ranks' calls are one operation.
+
+    Raises:
+        RuntimeError: They are not; each rank's value is listed.
+    """
+    show = {
+        "kind": lambda value: KINDS[value],
+        "dtype": lambda value: str(DTYPES[value]),
+        "idx_dtype": lambda value: str(DTYPES[value]),
+    }
+    names = [field.name for field in fields(Call) if field.name != "tokens"]
+    if any(call.kind != calls[0].kind for call in calls):
+        names = ["kind"]
+    for name in names:
+        values = [getattr(call, name) for call in calls]
+        if any(value != values[0] for value in values):
+            listed = ", ".join(f"rank {rank} has {show.get(name, str)(value)}" for rank, value in enumerate(values))
+            hint = " (the number of tokens, unless max_tokens is given)" if name == "max_tokens" else ""
+            raise RuntimeError(f"ranks disagree on {name}: {listed}{hint}")
+    return [call.tokens for call in calls]

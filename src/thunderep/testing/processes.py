@@ -1,0 +1,220 @@
+"""Real rank processes that stay up and run one function after another: for tests and benchmarks.
+
+>>> with Ranks(2) as ranks:  # doctest: +SKIP
+...     ranks.run(os.getpid)
+[4711, 4712]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any
+
+_START_SECONDS = 180.0
+
+
+class RankError(RuntimeError):
+    """A function raised on some ranks.
+
+    Attributes:
+        errors: For each rank what it raised, or None.
+    """
+
+    def __init__(self, errors: Sequence[BaseException | None], text: str) -> None:
+        super().__init__(text)
+        self.errors = list(errors)
+
+
+class Ranks:
+    """N processes of one default process group.
+
+    Args:
+        num_ranks: N.
+        backend: torch.distributed's back end.
+        threads: torch's threads in each process.
+        environment: More environment variables for the processes.
+    """
+
+    def __init__(
+        self, num_ranks: int, backend: str = "gloo", threads: int = 1, environment: dict[str, str] | None = None
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.num_ranks = num_ranks
+        self._folder = tempfile.TemporaryDirectory(prefix="thunderep-ranks-")
+        store = os.path.join(self._folder.name, "store")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        with _environment({"OMP_NUM_THREADS": str(threads), **(environment or {})}):
+            for rank in range(num_ranks):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(theirs, rank, num_ranks, backend, store, threads, os.getpid()), daemon=True
+                )
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+        self.collect(_START_SECONDS)
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes' ids, in rank order."""
+        return [process.pid or 0 for process in self._processes]
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+        """Call `function(*args)` in every process and return the results in rank order.
+
+        Raises:
+            RankError: It raised somewhere.
+            TimeoutError: Some rank did not answer in time; all processes have been killed.
+        """
+        self.start(function, *args)
+        return self.collect(timeout)
+
+    def start(self, function: Callable[..., Any], *args: Any, ranks: Sequence[int] | None = None) -> None:
+        """Begin to call `function(*args)` in every process, or those of `ranks`."""
+        request = pickle.dumps((function, args))
+        for rank in range(self.num_ranks) if ranks is None else ranks:
+            self._pipes[rank].send_bytes(request)
+
+    def collect(self, timeout: float = 120.0, ranks: Sequence[int] | None = None) -> list[Any]:
+        """The results of what `start` began. Raises as `run`."""
+        outcomes = self.outcomes(timeout, ranks)
+        errors = [outcome if isinstance(outcome, BaseException) else None for outcome in outcomes]
+        if any(errors):
+            text = "\n".join(
+                f"rank {rank}: {type(e).__name__}: {e}\n{''.join(getattr(e, '__notes__', []))}"
+                for rank, e in zip(ranks or range(self.num_ranks), errors, strict=True)
+                if e is not None
+            )
+            raise RankError(errors, text)
+        return outcomes
+
+    def outcomes(self, timeout: float = 120.0, ranks: Sequence[int] | None = None) -> list[Any]:
+        """What each rank's function returned, or the exception that it raised. A dead process's outcome is an EOFError."""
+        deadline = time.monotonic() + timeout
+        results = []
+        for rank in range(self.num_ranks) if ranks is None else ranks:
+            try:
+                if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+                    self.kill()
+                    raise TimeoutError(
+                        f"rank {rank} of {self.num_ranks} did not answer within {timeout:g} s; all ranks were killed"
+                    )
+                results.append(pickle.loads(self._pipes[rank].recv_bytes()))
+            except (EOFError, ConnectionResetError):
+                results.append(EOFError(f"rank {rank}'s process has ended"))
+        return results
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to one rank's process."""
+        os.kill(self.pids[rank], number)
+
+    def kill(self) -> None:
+        """Kill all processes (SIGKILL) and wait for them."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def close(self) -> None:
+        """End all processes."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(b"")
+        for process in self._processes:
+            process.join(timeout=10)
+        self.kill()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _serve(pipe: Connection, rank: int, num_ranks: int, backend: str, store: str, threads: int, parent: int) -> None:
+    """One rank: join the group, then answer requests until the parent hangs up."""
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the parent, which then closes
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(threads)
+    device = None
+    if backend != "gloo":
+        torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks, device_id=device)
+    pipe.send_bytes(pickle.dumps(None))
+    while True:
+        try:
+            request = pipe.recv_bytes()
+        except EOFError:
+            break
+        if not request:
+            break
+        pipe.send_bytes(_answer(request))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the group's other members may be gone already; nothing here needs them
+
+
+def _answer(request: bytes) -> bytes:
+    try:
+        function, args = pickle.loads(request)
+        return pickle.dumps(function(*args))
+    except BaseException as error:
+        trace = traceback.format_exc()
+        try:
+            error.__notes__ = [trace]
+            answer = pickle.dumps(error)
+            pickle.loads(answer)
+        except Exception:
+            answer = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}\n{trace}"))
+        return answer
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, so that no test run leaves ranks behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Any:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def free_port() -> int:
+    """A TCP port of this host that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
