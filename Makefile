@@ -34,7 +34,7 @@ test-gpu: $(SETUP) ## the tests that need CUDA devices
 	$(PYTHON) -m pytest -m gpu $(ARGS)
 
 bench: $(SETUP) ## dispatch and combine beside torch.distributed, into bench/results
-	$(PYTHON) bench/bench_dispatch.py $(ARGS)
+	$(PYTHON) -m bench.bench_dispatch $(ARGS)
 
 lint: $(SETUP) ## ruff and mypy --strict
 	$(PYTHON) -m ruff check .

@@ -1,0 +1,91 @@
+"""How long do dispatch and combine take, by tokens per rank, beside torch.distributed doing the same job?
+
+    python -m bench.bench_dispatch --shape qwen3-30b-a3b --tokens 1 --tokens 64 --ranks 4
+
+Every transport that works on the device and torch.distributed (gloo on CPU, NCCL on CUDA) run in the same processes and take
+turns; before anything is timed, their results are compared. Tokens choose experts at random, all alike likely. Every rank has
+the same number of tokens, since the baseline can do no other.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.progress import track
+
+import thunderep
+from bench.contenders import SHAPES, Inputs, Ours, Theirs, partial_results, verify
+from bench.measure import Timings, compare
+from bench.report import Row, machine_facts, place, print_tables, write_json, write_plot
+from thunderep.testing.processes import Ranks
+
+Device = Literal["cpu", "cuda"]
+
+TRANSPORTS: dict[Device, tuple[Literal["shm", "collective"], ...]] = {"cpu": ("shm", "collective"), "cuda": ("collective",)}
+BACKENDS: dict[Device, str] = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def measure(name: str, tokens: int, device: Device, repeats: int) -> dict[str, Timings]:
+    """In every rank: verify, then time all contenders at one shape and number of tokens. Timings by transport or back end."""
+    shape = SHAPES[name]
+    where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    inputs = Inputs.random(shape, tokens, dist.get_rank(), where)
+    y = partial_results(inputs, shape)
+    buffers = {
+        transport: thunderep.Buffer(
+            num_experts=shape.num_experts,
+            hidden=shape.hidden,
+            topk=shape.topk,
+            max_tokens=tokens,
+            device=where,
+            transport=transport,
+        )
+        for transport in TRANSPORTS[device]
+    }
+    ours = [Ours(transport, inputs, y, shape, buffer) for transport, buffer in buffers.items()]
+    for contender in ours:
+        verify(contender, inputs, y, shape)
+    timings = compare([*ours, Theirs(BACKENDS[device], inputs, y)], repeats, where)
+    for buffer in buffers.values():
+        buffer.close()
+    return timings
+
+
+def main(
+    shape: Annotated[list[str] | None, typer.Option(help=f"Repeatable; all if left out: {', '.join(SHAPES)}.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Per rank, repeatable; if left out, 1, 8, 64, 512.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=2, help="Processes; if left out, 4 on CPU and one a GPU on CUDA.")] = None,
+    device: Annotated[Device | None, typer.Option(help="If left out, CUDA where there is a GPU.")] = None,
+    repeats: Annotated[int, typer.Option(min=2, help="Samples of each contender.")] = 15,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path("bench/results"),
+) -> None:
+    """Measure dispatch and combine beside torch.distributed; print a table, write JSON and a plot."""
+    unknown = sorted(set(shape or ()) - set(SHAPES))
+    if unknown:
+        raise typer.BadParameter(f"got {', '.join(unknown)}; expected {', '.join(SHAPES)}", param_hint="--shape")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    ranks = ranks or (torch.cuda.device_count() if device == "cuda" else 4)
+    facts = machine_facts(device) | {"ranks": ranks, "repeats": repeats}
+    rival = BACKENDS[device]
+    rows = []
+    points = [(name, count) for name in shape or SHAPES for count in sorted(tokens or (1, 8, 64, 512))]
+    with Ranks(ranks, rival) as processes:
+        for name, count in track(points, "measuring", console=Console(stderr=True), transient=True):
+            timings = processes.run(measure, name, count, device, repeats, timeout=600)[0]
+            rows += [Row(name, count, transport, rival, timings[transport], timings[rival]) for transport in TRANSPORTS[device]]
+    title = f"dispatch and combine, {ranks} ranks, {place(device)}"
+    print_tables(Console(), rows, title)
+    out.mkdir(parents=True, exist_ok=True)
+    stem = out / f"dispatch-{device}-{ranks}-ranks"
+    write_json(stem.with_suffix(".json"), rows, facts)
+    write_plot(stem.with_suffix(".png"), rows, title)
+    Console().print(f"wrote {stem}.json and {stem}.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,138 @@
+"""What a benchmark leaves behind: a table, JSON with the machine's facts, a plot."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.measure import Timings
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contender beside torch.distributed at one size.
+
+    Attributes:
+        shape: Name of the model shape.
+        tokens: Tokens per rank.
+        name: The transport.
+        rival: The torch.distributed backend.
+        ours: The transport's timings.
+        theirs: The rival's.
+    """
+
+    shape: str
+    tokens: int
+    name: str
+    rival: str
+    ours: Timings
+    theirs: Timings
+
+    def ratios(self) -> list[float]:
+        """How many times faster than the rival, by medians: dispatch, combine, both."""
+        return [theirs.median / ours.median for ours, theirs in zip(self.ours, self.theirs, strict=True)]
+
+    def as_dict(self) -> dict[str, object]:
+        """All of it with the ratios, for JSON."""
+        times = {who: {op: t._asdict() for op, t in getattr(self, who)._asdict().items()} for who in ("ours", "theirs")}
+        ratios = dict(zip(Timings._fields, (round(ratio, 2) for ratio in self.ratios()), strict=True))
+        return asdict(self) | times | {"ratio": ratios}
+
+
+def machine_facts(device: str) -> dict[str, object]:
+    """What the figures depend on."""
+    facts: dict[str, object] = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load_average": os.getloadavg()[0],
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device == "cuda":
+        facts["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        facts["cuda"] = torch.version.cuda
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["environment"] = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
+    return facts
+
+
+def place(device: str) -> str:
+    """The hardware in a few words."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def print_tables(console: Console, rows: Sequence[Row], title: str) -> None:
+    """Show medians in microseconds, a table a shape; beside ours, how many times faster than the rival it is."""
+    console.print(f"[bold]{title}[/bold]\nmedians in microseconds; in brackets, how many times faster than {rows[0].rival}")
+    for shape in dict.fromkeys(row.shape for row in rows):
+        table = Table(title=shape, title_justify="left", min_width=72)
+        table.add_column("tokens", justify="right")
+        table.add_column("")
+        for operation in Timings._fields:
+            table.add_column(operation, justify="right")
+        picked = [row for row in rows if row.shape == shape]
+        for tokens in dict.fromkeys(row.tokens for row in picked):
+            same = [row for row in picked if row.tokens == tokens]
+            table.add_section()
+            table.add_row(str(tokens), same[0].rival, *(f"{timing.median:,.0f}" for timing in same[0].theirs))
+            for row in same:
+                cells = zip(row.ours, row.ratios(), strict=True)
+                table.add_row("", row.name, *(f"{timing.median:,.0f} [bold]({ratio:.2f})[/bold]" for timing, ratio in cells))
+        console.print(table)
+
+
+def write_json(path: Path, rows: Sequence[Row], facts: dict[str, object]) -> None:
+    """Write everything that was measured, and where."""
+    content = {"facts": facts, "unit": "microseconds", "rows": [row.as_dict() for row in rows]}
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_plot(path: Path, rows: Sequence[Row], title: str) -> None:
+    """Draw time and ratio by tokens per rank, one column a shape."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shapes = list(dict.fromkeys(row.shape for row in rows))
+    names = list(dict.fromkeys(row.name for row in rows))
+    figure, axes = pyplot.subplots(2, len(shapes), figsize=(4.5 * len(shapes), 6.5), sharex=True, sharey="row", squeeze=False)
+    for column, shape in enumerate(shapes):
+        times, ratios = axes[0][column], axes[1][column]
+        for name in names:
+            picked = [row for row in rows if row.shape == shape and row.name == name]
+            tokens = [row.tokens for row in picked]
+            times.plot(tokens, [row.ours.both.median for row in picked], marker="o", label=f"thunderep, {name}")
+            ratios.plot(tokens, [row.ratios()[-1] for row in picked], marker="o", label=f"thunderep, {name}")
+        theirs = [row.theirs.both.median for row in picked]
+        times.plot(tokens, theirs, marker="s", color="black", linestyle="--", label=f"torch.distributed, {picked[0].rival}")
+        times.set(title=shape, xscale="log", yscale="log")
+        ratios.axhline(1, color="black", linestyle="--")
+        ratios.set(xlabel="tokens per rank", xticks=tokens, xticklabels=[str(value) for value in tokens])
+        ratios.minorticks_off()
+    axes[0][0].set_ylabel("dispatch + combine, microseconds")
+    axes[1][0].set_ylabel("times faster than torch.distributed")
+    axes[1][0].set_ylim(bottom=0)
+    axes[0][0].legend()
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
