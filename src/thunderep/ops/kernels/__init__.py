@@ -1,0 +1,1 @@
+"""Triton kernels: imported by the operators when one is launched, never before."""
