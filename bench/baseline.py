@@ -1,7 +1,7 @@
 """The same job by torch.distributed alone: what the operators are measured against.
 
 Dispatch gathers every rank's rows, expert ids and weights; combine is a reduce-scatter. The three tensors are gathered the
-fastest way that each back end has: in one group with NCCL; with gloo, whose coalesced gather mixes up tensors of different types,
+fastest way that each back end has: in one group with NCCL; with gloo, whose grouped gather mixes up tensors of different types,
 all are begun before any is waited for.
 """
 
