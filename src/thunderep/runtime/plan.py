@@ -257,8 +257,11 @@ def _receive(rank: int, owner: int, messages: Sequence[Message], staging: Stagin
 
 def _ring(messages: Sequence[Message], staging: Staging, bank: int) -> Iterator[tuple[int, Message, list[_Piece]]]:
     """Chunks in the order in which they take slots: the first chunk of every message, then the second, ..."""
-    half = staging.slots // 2
-    chunked = [list(_chunks(m, _chunk_bytes(m.nbytes, half // len(messages), staging))) for m in messages]
+    messages = [m for m in messages if m.readers and m.nbytes]
+    half, total = staging.slots // 2, sum(m.nbytes for m in messages)
+    # A slot for each message, and the others of the half by size: then a call that fits there does, however uneven it is.
+    targets = [1 + max(0, half - len(messages)) * m.nbytes // total for m in messages]
+    chunked = [list(_chunks(m, _chunk_bytes(m.nbytes, t, staging))) for m, t in zip(messages, targets, strict=True)]
     position = bank * half
     for c in range(max((len(chunks) for chunks in chunked), default=0)):
         for message, chunks in zip(messages, chunked, strict=True):
@@ -269,7 +272,7 @@ def _ring(messages: Sequence[Message], staging: Staging, bank: int) -> Iterator[
 
 def _chunk_bytes(nbytes: int, target: int, staging: Staging) -> int:
     """Bytes in a chunk: a message is cut into `target` chunks, fewer if they would be tiny, more if a slot holds no more."""
-    return min(staging.slot_bytes, max(MIN_CHUNK_BYTES, _align(math.ceil(nbytes / max(1, target)))))
+    return min(staging.slot_bytes, max(MIN_CHUNK_BYTES, _align(-(-nbytes // target))))
 
 
 def _chunks(message: Message, chunk_bytes: int) -> Iterator[list[_Piece]]:
