@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-SAMPLE_SECONDS = 0.04
+SAMPLE_SECONDS = 0.1
 """About how long a sample should last: long beside the clock's resolution and the skew between ranks."""
 
 
@@ -79,19 +79,20 @@ class StreamClock:
         return [start.elapsed_time(end) / 1e3 for start, end in zip(self._marks, self._marks[1:], strict=False)]
 
 
-def sample(contender: Contender, calls: int, device: torch.device) -> tuple[float, float]:
-    """Mean seconds of a dispatch and of the combine after it, over `calls` pairs in a row; the slowest rank's."""
+def sample(contender: Contender, calls: int, device: torch.device) -> tuple[float, float, float]:
+    """Mean seconds of a dispatch, of the combine after it and of both, over `calls` pairs in a row; the slowest rank's."""
     dist.barrier()
+    contender.step(lambda: None)  # ranks leave a barrier at different times; this brings them into step
     clock = StreamClock() if device.type == "cuda" else HostClock()
     clock.mark()
     for _ in range(calls):
         contender.step(clock.mark)
         clock.mark()
     laps = clock.laps()
-    means = torch.tensor([sum(laps[0::2]) / calls, sum(laps[1::2]) / calls], dtype=torch.float64, device=device)
+    means = torch.tensor([sum(laps[0::2]), sum(laps[1::2]), sum(laps)], dtype=torch.float64, device=device) / calls
     dist.all_reduce(means, dist.ReduceOp.MAX)
-    dispatch, combine = means.tolist()
-    return dispatch, combine
+    dispatch, combine, both = means.tolist()
+    return dispatch, combine, both
 
 
 def compare(contenders: Sequence[Contender], repeats: int, device: torch.device) -> dict[str, Timings]:
@@ -107,18 +108,11 @@ def compare(contenders: Sequence[Contender], repeats: int, device: torch.device)
     """
     calls = {}
     for contender in contenders:
-        sample(contender, 3, device)  # warms up
-        calls[contender.name] = max(2, min(50, int(SAMPLE_SECONDS / sum(sample(contender, 3, device)))))
-    samples: dict[str, list[tuple[float, float]]] = {contender.name: [] for contender in contenders}
+        sample(contender, 2, device)  # warms up
+        calls[contender.name] = max(4, min(100, int(SAMPLE_SECONDS / sample(contender, 3, device)[2])))
+    samples: dict[str, list[tuple[float, float, float]]] = {contender.name: [] for contender in contenders}
     for turn in range(repeats):
         for i in range(len(contenders)):
             contender = contenders[(turn + i) % len(contenders)]
             samples[contender.name].append(sample(contender, calls[contender.name], device))
-    return {
-        name: Timings(
-            dispatch=Timing.of([dispatch for dispatch, _ in pairs]),
-            combine=Timing.of([combine for _, combine in pairs]),
-            both=Timing.of([dispatch + combine for dispatch, combine in pairs]),
-        )
-        for name, pairs in samples.items()
-    }
+    return {name: Timings(*map(Timing.of, zip(*taken, strict=True))) for name, taken in samples.items()}
