@@ -59,7 +59,7 @@ def measure(name: str, tokens: int, device: Device, repeats: int) -> dict[str, T
 def main(
     shape: Annotated[list[str] | None, typer.Option(help=f"Repeatable; all if left out: {', '.join(SHAPES)}.")] = None,
     tokens: Annotated[list[int] | None, typer.Option(min=1, help="Per rank, repeatable; if left out, 1, 8, 64, 512.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=2, help="Processes; if left out, 4 on CPU and one a GPU on CUDA.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes; if left out, 4 on CPU and one a GPU on CUDA.")] = None,
     device: Annotated[Device | None, typer.Option(help="If left out, CUDA where there is a GPU.")] = None,
     repeats: Annotated[int, typer.Option(min=2, help="Samples of each contender.")] = 15,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path("bench/results"),
