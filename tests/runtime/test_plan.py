@@ -1,0 +1,329 @@
+"""Properties of the planners, for any ranks, rows and staging; `test_check` explores what happens when the schedules run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thunderep.runtime.delivery import expect_combine, expect_dispatch
+from thunderep.runtime.plan import (
+    ALIGNMENT,
+    MIN_CHUNK_BYTES,
+    MIN_SLOT_BYTES,
+    Copy,
+    Flag,
+    Lane,
+    Message,
+    Place,
+    Schedule,
+    Signal,
+    Staging,
+    Step,
+    Wait,
+    combine_messages,
+    dispatch_messages,
+    plan_combine,
+    plan_dispatch,
+)
+
+Planner = Callable[[int, Sequence[int], Sequence[int], int, Staging, int], Schedule]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation of all ranks."""
+
+    planner: Planner
+    rows: tuple[int, ...]
+    row_bytes: tuple[int, ...]
+    max_rows: int
+    staging: Staging
+    bank: int
+
+    def schedules(self) -> list[Schedule]:
+        return [
+            self.planner(r, self.rows, self.row_bytes, self.max_rows, self.staging, self.bank) for r in range(len(self.rows))
+        ]
+
+    def messages(self, owner: int) -> tuple[Message, ...]:
+        make = dispatch_messages if self.planner is plan_dispatch else combine_messages
+        return make(owner, self.rows, self.row_bytes, self.max_rows)
+
+    def expected(self) -> tuple[Copy, ...]:
+        expect = expect_dispatch if self.planner is plan_dispatch else expect_combine
+        return expect(self.rows, self.row_bytes, self.max_rows)
+
+
+def rings() -> st.SearchStrategy[Staging]:
+    """From two slots of 256 bytes to dozens of slots of 2 MiB."""
+    slot_bytes = st.one_of(st.integers(1, 8), st.integers(1, 8192)).map(lambda n: n * ALIGNMENT)
+    return st.builds(Staging, st.integers(1, 20).map(lambda half: 2 * half), slot_bytes)
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> Call:
+    """Rows from none to some, of no payload to four, of a byte to a megabyte; at most some hundred chunks."""
+    num_ranks = draw(st.integers(1, 8))
+    staging = draw(rings())
+    max_rows = draw(st.integers(0, 40))
+    rows = draw(st.lists(st.integers(0, max_rows), min_size=num_ranks, max_size=num_ranks))
+    widest = max(1, 40 * staging.slot_bytes // (max_rows or 1))
+    row_bytes = draw(st.lists(st.one_of(st.integers(0, min(9, widest)), st.integers(0, widest)), max_size=4))
+    planner = draw(st.sampled_from([plan_dispatch, plan_combine]))
+    return Call(planner, tuple(rows), tuple(row_bytes), max_rows, staging, draw(st.integers(0, 1)))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a lane does between a wait and its signal."""
+
+    wait: Wait
+    copies: tuple[Copy, ...]
+    signal: Signal
+
+
+def chunks(lane: Lane) -> list[Chunk]:
+    """A lane that is nothing but `Wait`, copies and `Signal`, again and again."""
+    found: list[Chunk] = []
+    wait: Wait | None = None
+    copies: list[Copy] = []
+    for step in lane.steps:
+        if isinstance(step, Wait):
+            assert wait is None
+            wait, copies = step, []
+        elif isinstance(step, Copy):
+            copies.append(step)
+        else:
+            assert wait is not None
+            found.append(Chunk(wait, tuple(copies), step))
+            wait = None
+    assert wait is None
+    return found
+
+
+def lanes(schedule: Schedule, prefix: str) -> list[Lane]:
+    return [lane for lane in schedule.lanes if lane.name.startswith(prefix)]
+
+
+def copies_of(steps: Iterable[Step]) -> list[Copy]:
+    return [step for step in steps if isinstance(step, Copy)]
+
+
+def sent(schedules: Sequence[Schedule]) -> dict[Flag, list[Chunk]]:
+    """For each flag, the chunks that its owner signals with it, in order."""
+    found: dict[Flag, list[Chunk]] = {}
+    for schedule in schedules:
+        for chunk in chain.from_iterable(map(chunks, lanes(schedule, "send"))):
+            for flag in chunk.signal.flags:
+                found.setdefault(flag, []).append(chunk)
+    return found
+
+
+def delivered(schedules: Sequence[Schedule]) -> Iterator[Copy]:
+    """What the copies add up to, if the n-th wait for a flag sees its n-th signal."""
+    unread = sent(schedules)
+    for schedule in schedules:
+        yield from copies_of(chain.from_iterable(lane.steps for lane in lanes(schedule, "local")))
+        for received in chain.from_iterable(map(chunks, lanes(schedule, "receive"))):
+            written = unread[received.wait.flags[0]].pop(0)
+            for copy in received.copies:
+                found = list(through(written.copies, copy))
+                assert sum(c.nbytes for c in found) == copy.nbytes
+                yield from found
+    assert not any(unread.values())
+
+
+def through(written: Iterable[Copy], read: Copy) -> Iterator[Copy]:
+    """The copies from input to output that `read`, of bytes that `written` left in staging, comes to."""
+    for copy in written:
+        low = max(copy.dst.offset, read.src.offset)
+        high = min(copy.dst.offset + copy.nbytes, read.src.offset + read.nbytes)
+        if copy.dst.memory == read.src.memory and low < high:
+            yield Copy(shifted(copy.src, low - copy.dst.offset), shifted(read.dst, low - read.src.offset), high - low)
+
+
+def shifted(place: Place, by: int) -> Place:
+    return Place(place.memory, place.offset + by)
+
+
+def merged(copies: Iterable[Copy]) -> list[Copy]:
+    """Copies in the order of their destinations, with what is contiguous at both ends put together."""
+    result: list[Copy] = []
+    for copy in sorted(copies, key=lambda c: (c.dst, c.src, c.nbytes)):
+        last = result[-1] if result else copy
+        if result and (shifted(last.src, last.nbytes), shifted(last.dst, last.nbytes)) == (copy.src, copy.dst):
+            result[-1] = Copy(last.src, last.dst, last.nbytes + copy.nbytes)
+        elif copy.nbytes:
+            result.append(copy)
+    return result
+
+
+@given(calls())
+def test_every_byte_is_delivered_once(call: Call) -> None:
+    assert merged(delivered(call.schedules())) == merged(call.expected())
+
+
+@given(calls())
+def test_a_chunk_stays_in_its_slot(call: Call) -> None:
+    size = call.staging.slot_bytes
+    for schedule in call.schedules():
+        for lane in lanes(schedule, "send") + lanes(schedule, "receive"):
+            for chunk in chunks(lane):
+                (slot,) = {flag.slot for flag in (*chunk.wait.flags, *chunk.signal.flags)}
+                assert 0 <= slot < call.staging.slots
+                assert chunk.copies
+                for copy in chunk.copies:
+                    at = copy.dst if lane.name == "send" else copy.src
+                    assert slot * size <= at.offset < at.offset + copy.nbytes <= (slot + 1) * size
+                    assert at.offset % ALIGNMENT == 0
+
+
+@given(calls())
+def test_both_sides_of_every_flag_agree(call: Call) -> None:
+    """A reader takes chunks in the order in which they are sent, gives each credit back, and every credit is waited for."""
+    schedules = call.schedules()
+    peers = {r: {p for p in range(len(schedules)) if p != r} for r in range(len(schedules))}
+    for schedule in schedules:
+        sending = list(chain.from_iterable(map(chunks, lanes(schedule, "send"))))
+        for chunk in sending:
+            owner_slot = schedule.rank, chunk.signal.flags[0].slot
+            assert chunk.wait.value == 0
+            assert {(f.owner, f.slot, f.reader) for f in chunk.wait.flags} == {(*owner_slot, p) for p in peers[schedule.rank]}
+            assert chunk.signal.value == 1
+            assert set(chunk.signal.flags) <= set(chunk.wait.flags)
+        for reader in peers[schedule.rank]:
+            receiving = list(chain.from_iterable(map(chunks, lanes(schedules[reader], f"receive from {schedule.rank}"))))
+            assert all((c.wait.value, c.signal.value, c.wait.flags) == (1, 0, c.signal.flags) for c in receiving)
+            signalled = [flag for chunk in sending for flag in chunk.signal.flags if flag.reader == reader]
+            assert [flag for chunk in receiving for flag in chunk.wait.flags] == signalled
+
+
+@given(calls())
+def test_a_call_that_fits_in_half_the_ring_uses_no_slot_twice(call: Call) -> None:
+    half = call.staging.slots // 2
+    for schedule in call.schedules():
+        slots = [chunk.signal.flags[0].slot for lane in lanes(schedule, "send") for chunk in chunks(lane)]
+        assert slots == [(call.bank * half + i) % call.staging.slots for i in range(len(slots))]
+        if sum(math.ceil(m.nbytes / call.staging.slot_bytes) for m in call.messages(schedule.rank)) <= half:
+            assert len(slots) <= half
+
+
+@st.composite
+def uneven_combines(draw: st.DrawFn) -> Call:
+    """Messages that fill at most half a ring of large slots, some of them most of it."""
+    staging = Staging(2 * draw(st.integers(8, 16)), draw(st.sampled_from([2**19, 2**21])))
+    left, rows = staging.slots // 2, [0]
+    for _ in range(draw(st.integers(1, 4))):
+        rows.append(draw(st.integers(0, left)))
+        left -= rows[-1]
+    return Call(plan_combine, tuple(rows), (staging.slot_bytes,), max(rows), staging, draw(st.integers(0, 1)))
+
+
+@given(uneven_combines())
+def test_an_uneven_call_that_fits_in_half_the_ring_uses_no_slot_twice(call: Call) -> None:
+    (send, *_) = [*lanes(call.schedules()[0], "send"), Lane("send", ())]
+    slots = [chunk.signal.flags[0].slot for chunk in chunks(send)]
+    assert len(set(slots)) == len(slots) <= call.staging.slots // 2
+
+
+@given(calls())
+def test_chunks_are_not_tiny(call: Call) -> None:
+    least = min(MIN_CHUNK_BYTES, call.staging.slot_bytes)
+    for schedule in call.schedules():
+        count = sum(len(chunks(lane)) for lane in lanes(schedule, "send"))
+        assert count <= sum(math.ceil(m.nbytes / least) for m in call.messages(schedule.rank))
+
+
+@given(calls())
+def test_only_lanes_with_work_are_planned(call: Call) -> None:
+    for schedule in call.schedules():
+        names = [lane.name for lane in schedule.lanes]
+        assert len(names) == len(set(names))
+        assert all(lane.steps for lane in schedule.lanes)
+        assert all(step.nbytes > 0 for lane in schedule.lanes for step in lane.steps if isinstance(step, Copy))
+
+
+@pytest.mark.parametrize("planner", [plan_dispatch, plan_combine])
+def test_one_rank_touches_no_staging(planner: Planner) -> None:
+    schedule = planner(0, [5], [64, 3], 8, Staging.of(1, 1 << 20), 0)
+    assert [lane.name for lane in schedule.lanes] == (["local"] if planner is plan_dispatch else [])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from([plan_dispatch, plan_combine]),
+    st.lists(st.integers(2**21, 2**23), min_size=2, max_size=4),
+    st.integers(0, 1),
+)
+def test_sizes_beyond_32_bits_are_exact_and_the_plan_stays_small(planner: Planner, rows: list[int], bank: int) -> None:
+    call = Call(planner, tuple(rows), (2 * 7168, 8, 7), 2**23, Staging(16, 2**30), bank)
+    schedules = call.schedules()
+    assert merged(delivered(schedules)) == merged(call.expected())
+    assert (
+        max(max(copy.src.offset, copy.dst.offset) + copy.nbytes for copy in call.expected()) > 2 * 2**32
+    )  # elements of 2 bytes
+    assert sum(len(lane.steps) for s in schedules for lane in s.lanes) < 8000
+
+
+def test_a_message_of_one_byte_and_one_of_a_slot_and_a_byte() -> None:
+    staging = Staging(4, 512)
+    lengths = {
+        nbytes: [
+            c.nbytes for lane in lanes(plan_dispatch(0, [1, 0], [nbytes], 1, staging, 0), "send") for c in copies_of(lane.steps)
+        ]
+        for nbytes in (1, 512, 513, 1024)
+    }
+    assert lengths == {1: [1], 512: [512], 513: [512, 1], 1024: [512, 512]}
+
+
+def test_payloads_share_a_chunk_and_each_begins_aligned() -> None:
+    schedule = plan_dispatch(1, [4, 3], [100, 7, 0, 1], 4, Staging(4, 4096), 1)
+    (chunk,) = chunks(schedule.lanes[0])
+    assert [(c.src.memory.index, c.dst.offset - 2 * 4096, c.nbytes) for c in chunk.copies] == [
+        (0, 0, 300),
+        (1, 512, 21),
+        (3, 768, 3),
+    ]
+
+
+def test_chunks_of_a_combine_go_to_all_peers_in_turn() -> None:
+    schedule = plan_combine(0, [1, 4, 4], [512], 4, Staging(4, 512), 0)
+    readers = [chunk.signal.flags[0].reader for chunk in chunks(schedule.lanes[0])]
+    assert readers == [1, 2, 1, 2, 1, 2, 1, 2]
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 9))
+def test_the_largest_ring_for_some_bytes(num_ranks: int) -> None:
+    slots = Staging.slots_for(num_ranks)
+    assert slots % 2 == 0
+    assert slots // 2 >= max(8, 2 * (num_ranks - 1))
+    assert slots // 2 % max(1, num_ranks - 1) == 0
+    for nbytes in (slots * MIN_SLOT_BYTES, slots * MIN_SLOT_BYTES + 1, 10**7 + 1, 2**40):
+        staging = Staging.of(num_ranks, nbytes)
+        assert staging.slots == slots
+        assert staging.slot_bytes % ALIGNMENT == 0
+        assert staging.nbytes <= nbytes < staging.nbytes + slots * ALIGNMENT
+    for nbytes in (slots * MIN_SLOT_BYTES - 1, 0, -1):
+        with pytest.raises(ValueError, match=rf"staging_bytes: got {nbytes}; {num_ranks} ranks need at least {slots * 4096}"):
+            Staging.of(num_ranks, nbytes)
+
+
+@pytest.mark.parametrize("planner", [plan_dispatch, plan_combine])
+def test_arguments_out_of_range_raise(planner: Planner) -> None:
+    staging = Staging(4, 4096)
+    with pytest.raises(ValueError, match="rank: got 2, expected 0 to 1"):
+        planner(2, [1, 1], [4], 1, staging, 0)
+    with pytest.raises(ValueError, match="rank: got -1"):
+        planner(-1, [1, 1], [4], 1, staging, 0)
+    with pytest.raises(ValueError, match="bank: got 2, expected 0 or 1"):
+        planner(0, [1, 1], [4], 1, staging, 2)
+    with pytest.raises(ValueError, match="rows: rank 1 has 2, expected 0 to max_rows = 1"):
+        planner(0, [1, 2], [4], 1, staging, 0)
+    with pytest.raises(ValueError, match="rows: rank 0 has -1"):
+        planner(0, [-1, 1], [4], 1, staging, 0)
