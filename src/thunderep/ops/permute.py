@@ -17,7 +17,7 @@ from torch.nn import functional
 from thunderep.ops.library import library
 from thunderep.ops.rows import require
 
-MAX_ROWS = 2**31 - 1
+_MAX_ROWS = 2**31 - 1
 """What `offsets` and `row_id_map`, int32, can count."""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -28,6 +28,7 @@ def _permute_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Raises ValueError for ids outside -1..L-1 and for a capacity that is too small, besides what `_validate` finds."""
     _validate(x, topk_idx, num_local_experts, capacity, alignment)
+    _validate_count(topk_idx, num_local_experts, alignment)
     _validate_ids(topk_idx, num_local_experts)
     offsets, choice, row = _group(topk_idx, num_local_experts, alignment)
     used = int(offsets[-1]) if num_local_experts else 0
@@ -51,6 +52,7 @@ def _permute_cuda(
     `capacity` are dropped, which means -1 in `row_id_map` and offsets that end at `capacity`.
     """
     _validate(x, topk_idx, num_local_experts, capacity, alignment)
+    _validate_count(topk_idx, num_local_experts, alignment)
     from thunderep.ops.kernels.permute import gather_rows
 
     offsets, choice, row = _group(topk_idx, num_local_experts, alignment)
@@ -77,7 +79,7 @@ def _group(topk_idx: torch.Tensor, num_local_experts: int, alignment: int) -> tu
     local = (topk_idx >= 0) & (topk_idx < num_local_experts)
     # The sort takes time by the width of its keys.
     key_type = torch.int16 if num_local_experts < 2**15 else torch.int32
-    keys = torch.where(local, topk_idx, num_local_experts).to(key_type).view(-1)
+    keys = torch.where(local, topk_idx, num_local_experts).to(key_type).reshape(-1)
     expert, choice = torch.sort(keys, stable=True)
     ends = torch.searchsorted(expert, torch.arange(num_local_experts, dtype=key_type, device=keys.device), right=True)
     starts = functional.pad(ends, (1, 0))[:-1]
@@ -115,6 +117,11 @@ def _validate(x: torch.Tensor, topk_idx: torch.Tensor, num_local_experts: int, c
     require(num_local_experts >= 0, "num_local_experts", num_local_experts, "at least 0")
     require(alignment >= 1, "alignment", alignment, "at least 1")
     require(not guard_or_false(capacity < -1), "capacity", capacity, "at least 0, or -1 for as many rows as it takes")
+
+
+def _validate_count(topk_idx: torch.Tensor, num_local_experts: int, alignment: int) -> None:
+    rows = topk_idx.numel() + num_local_experts * (alignment - 1)
+    require(rows <= _MAX_ROWS, "topk_idx", f"{topk_idx.numel()} choices, {rows} rows with padding", f"at most {_MAX_ROWS} rows")
 
 
 def _validate_ids(topk_idx: torch.Tensor, num_local_experts: int) -> None:

@@ -17,10 +17,10 @@ def _gather_rows(
     # 64 bits from here on: a row times a stride may exceed 2^31.
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
     origin = tl.load(source + row)
-    bits = tl.load(x + origin * x_row + column.to(tl.int64) * x_column, mask=inside & (origin >= 0), other=0)
-    tl.store(out + row * columns + column, bits, mask=inside)
+    readable = tl.where(origin >= 0, columns, 0)
+    bits = tl.load(x + origin * x_row + column.to(tl.int64) * x_column, mask=column < readable, other=0)
+    tl.store(out + row * columns + column, bits, mask=column < columns)
 
 
 def gather_rows(x: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:

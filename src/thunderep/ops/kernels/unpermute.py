@@ -31,15 +31,15 @@ def _weighted_sum(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
     total = tl.zeros([BLOCK], SUM)
     for k in range(K):
         place = tl.load(row_id_map + row * K + k).to(tl.int64)
         weight = tl.load(weights + row * K + k, mask=place >= 0, other=0).to(SUM)
-        term = tl.load(y + place * y_row + column.to(tl.int64) * y_column, mask=inside & (place >= 0), other=0).to(SUM)
+        readable = tl.where(place >= 0, columns, 0)
+        term = tl.load(y + place * y_row + column.to(tl.int64) * y_column, mask=column < readable, other=0).to(SUM)
         # Where there is no row this adds +0, which changes no sum that began with +0.
         total += weight * term
-    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=column < columns)
 
 
 def weighted_sum(y: torch.Tensor, row_id_map: torch.Tensor, weights: torch.Tensor, sum_type: torch.dtype) -> torch.Tensor:
