@@ -1,0 +1,129 @@
+"""ExpertParallel: a Mixture-of-Experts layer whose experts live on several ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from thunderep.api import combine, dispatch, permute, unpermute
+from thunderep.buffer import Buffer
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What `combine` can sum."""
+
+_PADDING = 8
+"""On CUDA devices groups begin at a multiple of this many rows, so that in bf16 they are aligned to 16 bytes along rows too."""
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up, [C, I], for [C, 2 I]: gate in the first half of the columns, up in the second."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+class ExpertParallel(nn.Module):
+    """The experts of a Mixture-of-Experts layer, spread over the ranks of a Buffer: router output in, layer output out.
+
+    Tokens travel to their experts' ranks (`dispatch`), are grouped by expert (`permute`), pass the experts in two grouped
+    matrix products, are weighted and summed (`unpermute`), and travel back (`combine`). Every rank of the Buffer must call it,
+    and its backward, in the same order; a rank without tokens or without experts takes part like any other.
+
+    On a CPU the groups have exactly as many rows as were chosen, so no work is done on padding. On a CUDA device, where the
+    host would have to wait to learn that number, there is room for all R * K choices that could arrive and the padding: the
+    operators never wait for the device, nor do the bf16 products wherever PyTorch's `grouped_mm` does not. `torch.compile`
+    makes one graph for all values, with `fullgraph=True`.
+
+    Shape legend: T tokens; N ranks; M max_tokens; R = N * M; H hidden; K experts per token; L local experts; I intermediate.
+
+    Args:
+        buffer: The group's Buffer; it says how many experts there are, where they live, H and K.
+        intermediate: I, the inner size of an expert.
+        activation: What stands between the products: [C, 2 I] to [C, I].
+        dtype: The parameters' type, which x must have too; None: the Buffer's.
+
+    Attributes:
+        gate_up: [L, H, 2 I], this rank's experts only.
+        down: [L, I, H].
+
+    Raises:
+        ValueError: A wrong size or type.
+    """
+
+    def __init__(
+        self, buffer: Buffer, intermediate: int, *, activation: Activation = swiglu, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        if intermediate < 1:
+            raise ValueError(f"intermediate: got {intermediate}, expected at least 1")
+        dtype = buffer.dtype if dtype is None else dtype
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype: got {dtype}, expected one of {_DTYPES}")
+        self.buffer = buffer
+        self.intermediate = intermediate
+        self.activation = activation
+        local = len(buffer.local_experts)
+        self.gate_up = nn.Parameter(torch.empty(local, buffer.hidden, 2 * intermediate, dtype=dtype, device=buffer.device))
+        self.down = nn.Parameter(torch.empty(local, intermediate, buffer.hidden, dtype=dtype, device=buffer.device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters as `nn.Linear` does.
+
+        An expert gets the same ones on any number of ranks, if all ranks have seeded torch alike.
+        """
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        for parameter in (self.gate_up, self.down):
+            bound = 1 / math.sqrt(parameter.shape[1])
+            for expert, matrix in zip(self.buffer.local_experts, parameter.detach(), strict=True):
+                generator = torch.Generator().manual_seed(seed + expert)
+                matrix.copy_(torch.empty(matrix.shape, device="cpu").uniform_(-bound, bound, generator=generator))
+            seed += self.buffer.num_experts
+
+    def forward(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int | None = None
+    ) -> torch.Tensor:
+        """Apply each token's experts and sum what they give, weighted.
+
+        Args:
+            x: [T, H], the parameters' type.
+            topk_idx: [T, K] int32 or int64: global expert ids; -1: no expert.
+            topk_weights: [T, K] float32.
+            max_tokens: M, the same on all ranks; None: T, which must then be equal on all ranks.
+
+        Returns:
+            [T, H], x's type; zero for tokens without an expert.
+        """
+        if x.dtype != self.down.dtype:
+            raise ValueError(f"x: got {x.dtype}, expected {self.down.dtype}, as the experts have")
+        received = dispatch(x, topk_idx, topk_weights, self.buffer.num_experts, self.buffer, max_tokens=max_tokens)
+        local, choices = self.gate_up.shape[0], received.recv_topk_idx.numel()
+        if x.is_cuda:
+            groups = permute(received.recv_x, received.recv_topk_idx, local, choices + local * (_PADDING - 1), _PADDING)
+        else:
+            groups = permute(received.recv_x, received.recv_topk_idx, local)
+        hidden = self.activation(_grouped_mm(groups.expert_x, self.gate_up, groups.offsets))
+        expert_y = _grouped_mm(hidden, self.down, groups.offsets)
+        y = unpermute(expert_y, groups.row_id_map, received.recv_topk_weights)
+        return combine(y, received, self.buffer)
+
+    def extra_repr(self) -> str:
+        """What `print` shows."""
+        experts = self.buffer.local_experts
+        return f"experts {experts.start} to {experts.stop - 1} of {self.buffer.num_experts}, {self.buffer!r}"
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """[C, A] by [L, A, B], group by group: PyTorch's kernel where it fits, else the operator that takes anything."""
+    if a.is_cuda and a.dtype == torch.bfloat16 and len(b) and a.shape[1] % 8 == 0 and b.shape[2] % 8 == 0:
+        return _native(a, b, offs=offsets)
+    result: torch.Tensor = torch.ops.thunderep.grouped_mm(a, b, offsets)
+    return result
+
+
+_native = functional.grouped_mm if hasattr(functional, "grouped_mm") else torch._grouped_mm
