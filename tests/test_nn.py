@@ -41,8 +41,8 @@ def two_ranks():
 
 def experts(case):
     generator = torch.Generator().manual_seed(7)
-    gate_up = torch.randn(case.num_experts, case.hidden, 2 * case.intermediate, generator=generator) / 3
-    down = torch.randn(case.num_experts, case.intermediate, case.hidden, generator=generator) / 3
+    gate_up = torch.randn(case.num_experts, case.hidden, 2 * case.intermediate, generator=generator) * case.hidden**-0.5
+    down = torch.randn(case.num_experts, case.intermediate, case.hidden, generator=generator) * case.intermediate**-0.5
     return gate_up.to(case.dtype), down.to(case.dtype)
 
 

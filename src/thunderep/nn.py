@@ -17,9 +17,6 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What `combine` can sum."""
 
-_PADDING = 8
-"""On CUDA devices groups begin at a multiple of this many rows, so that in bf16 they are aligned to 16 bytes along rows too."""
-
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up, [C, I], for [C, 2 I]: gate in the first half of the columns, up in the second."""
@@ -34,10 +31,10 @@ class ExpertParallel(nn.Module):
     matrix products, are weighted and summed (`unpermute`), and travel back (`combine`). Every rank of the Buffer must call it,
     and its backward, in the same order; a rank without tokens or without experts takes part like any other.
 
-    On a CPU the groups have exactly as many rows as were chosen, so no work is done on padding. On a CUDA device, where the
-    host would have to wait to learn that number, there is room for all R * K choices that could arrive and the padding: the
-    operators never wait for the device, nor do the bf16 products wherever PyTorch's `grouped_mm` does not. `torch.compile`
-    makes one graph for all values, with `fullgraph=True`.
+    On a CPU the groups have exactly as many rows as were chosen, so nothing is computed in vain. On a CUDA device, where the
+    host would have to wait to learn that number, there is room for all R * K choices that could arrive: the operators never
+    wait for the device, nor do bf16 products wherever PyTorch's `grouped_mm` does not. `torch.compile` makes one graph for all
+    values, with `fullgraph=True`.
 
     Shape legend: T tokens; N ranks; M max_tokens; R = N * M; H hidden; K experts per token; L local experts; I intermediate.
 
@@ -102,11 +99,8 @@ class ExpertParallel(nn.Module):
         if x.dtype != self.down.dtype:
             raise ValueError(f"x: got {x.dtype}, expected {self.down.dtype}, as the experts have")
         received = dispatch(x, topk_idx, topk_weights, self.buffer.num_experts, self.buffer, max_tokens=max_tokens)
-        local, choices = self.gate_up.shape[0], received.recv_topk_idx.numel()
-        if x.is_cuda:
-            groups = permute(received.recv_x, received.recv_topk_idx, local, choices + local * (_PADDING - 1), _PADDING)
-        else:
-            groups = permute(received.recv_x, received.recv_topk_idx, local)
+        capacity = received.recv_topk_idx.numel() if x.is_cuda else None
+        groups = permute(received.recv_x, received.recv_topk_idx, self.gate_up.shape[0], capacity)
         hidden = self.activation(_grouped_mm(groups.expert_x, self.gate_up, groups.offsets))
         expert_y = _grouped_mm(hidden, self.down, groups.offsets)
         y = unpermute(expert_y, groups.row_id_map, received.recv_topk_weights)

@@ -113,11 +113,15 @@ def test_offsets_beyond_2_to_the_31():
 
 @on_gpu
 def test_results_beyond_2_to_the_31():
-    columns = 2**30 + 1
-    x = torch.arange(columns, dtype=torch.int64, device=DEVICE).to(torch.int8).view(1, -1)
-    expert_x, _, _ = torch.ops.thunderep.permute(x, torch.zeros(1, 3, dtype=torch.int64, device=DEVICE), 1, 4)
-    assert all(torch.equal(row, x[0]) for row in expert_x[:3])
-    assert not expert_x[3].any()
+    rows, columns = 2**20, 2049
+    x = torch.arange(rows * columns, device=DEVICE).to(torch.int8).view(rows, columns)
+    expert_x, _, row_id_map = torch.ops.thunderep.permute(
+        x, torch.zeros(rows, 1, dtype=torch.int64, device=DEVICE), 1, rows + 1
+    )
+    assert torch.equal(expert_x[:rows], x)
+    assert not expert_x[rows].any()
+    y = x.to(torch.float16)
+    assert torch.equal(torch.ops.thunderep.unpermute(y, row_id_map, torch.ones(rows, 1, device=DEVICE)), y)
 
 
 @on_gpu
