@@ -137,8 +137,14 @@ class Buffer:
             self._worker.close()
 
     def submit(self, operation: Callable[[], _Result]) -> Work[_Result]:
-        """Run `operation` on this Buffer's own thread, after all that were submitted before, and return the work at once."""
+        """Run `operation` on this Buffer's own thread, after all that were submitted before, and return the work at once.
+
+        Over `collective` it runs here and now: a process group takes its collectives in one order on all ranks, whatever
+        Buffer or caller they come from, and only the caller's thread knows that order.
+        """
         self._usable()
+        if self.transport == "collective":
+            return Work.of(operation)
         if self._worker is None:
             self._worker = Worker(self.name)
         return self._worker.submit(operation)

@@ -17,6 +17,22 @@ class Work(Generic[_Result]):
     def __init__(self) -> None:
         self._future: Future[_Result] = Future()
 
+    @classmethod
+    def of(cls, operation: Callable[[], _Result]) -> Work[_Result]:
+        """Run `operation` and return its work, which has ended."""
+        work = cls()
+        work.run(operation)
+        return work
+
+    def run(self, operation: Callable[[], _Result]) -> None:
+        """Run `operation` and keep its result, or what it raised, for `wait`."""
+        try:
+            result = operation()
+        except BaseException as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(result)
+
     def wait(self) -> _Result:
         """Block until the operation has ended and return its result, or raise what it raised.
 
@@ -60,10 +76,5 @@ class Worker:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             work, operation = item
-            try:
-                result = operation()
-            except BaseException as error:
-                work._future.set_exception(error)
-            else:
-                work._future.set_result(result)
-            del item, work, operation
+            work.run(operation)
+            del item, work, operation  # nothing keeps tensors alive until the next one comes

@@ -28,6 +28,7 @@ _RECORD = struct.Struct("<9q")  # an announcement: its sequence number, then the
 _SEQUENCE = struct.Struct("<q")
 _LOOK_SECONDS = 0.05
 _BUSY_FACTOR = 10
+_BUSY_SHARE = 0.1
 
 _OPEN, _CLOSED, _BROKEN = 0, 1, 2
 
@@ -200,24 +201,35 @@ class HostTransport:
             self._break(error)
 
     def _gave_up(self, ranks: Sequence[int], what: str) -> PeerError | None:
-        """A PeerError if one of `ranks` has written that it will not go on."""
-        for rank in ranks:
-            status, blamed = self._segment.words[self._word(rank)], self._segment.words[self._word(rank) + 1]
-            if status == _CLOSED:
-                return self._peer_error(rank, "closed its Buffer", what)
-            if status == _BROKEN and blamed == rank:
-                return self._peer_error(rank, "was interrupted", what)
-            if status == _BROKEN and blamed != self._rank:
-                dead = "died" if self._watchdog.dead((blamed,)) else "failed"
-                return self._peer_error(blamed, f"{dead}, as rank {rank} found", what)
-            if status == _BROKEN:
+        """A PeerError if one of `ranks` has closed its Buffer, or any peer has found the Buffer broken."""
+        for rank in self._peers:
+            status, blamed = self._status(rank)
+            if status == _BROKEN and blamed == self._rank:
                 return self._peer_error(rank, f"gave up waiting for rank {self._rank}, this one", what)
+            if status == _BROKEN and blamed != rank:
+                return self._peer_error(blamed, f"{self._fault(blamed)}, as rank {rank} found", what)
+            if status == _BROKEN or (status == _CLOSED and rank in ranks):
+                return self._peer_error(rank, self._fault(rank), what)
         return None
+
+    def _fault(self, rank: int) -> str:
+        """What is wrong with a rank that one gave up on."""
+        status, blamed = self._status(rank)
+        if self._watchdog.dead((rank,)):
+            return f"died (process {self._watchdog.pids[rank]})"
+        if status == _CLOSED:
+            return "closed its Buffer"
+        return "was interrupted" if status == _BROKEN and blamed == rank else "fell silent"
+
+    def _status(self, rank: int) -> tuple[int, int]:
+        """A rank's status and whom it blames."""
+        word = self._word(rank)
+        return self._segment.words[word], self._segment.words[word + 1]
 
     def _gone(self, ranks: Sequence[int], what: str, seconds: float) -> PeerError | None:
         """A PeerError if the process of one of `ranks` has ended, or it has been silent for longer than it may be."""
         for rank in sorted(self._watchdog.dead(ranks)):
-            return self._peer_error(rank, f"died (process {self._watchdog.pids[rank]})", what)
+            return self._peer_error(rank, self._fault(rank), what)
         if seconds > self._timeout:
             for rank in ranks:
                 if not self._compiles(rank, seconds):
@@ -230,7 +242,7 @@ class HostTransport:
             return False
         before = self._watchdog.cpu_seconds(rank)
         time.sleep(_LOOK_SECONDS)
-        return self._watchdog.cpu_seconds(rank) > before
+        return self._watchdog.cpu_seconds(rank) - before > _BUSY_SHARE * _LOOK_SECONDS
 
     def _peer_error(self, rank: int, fault: str, what: str) -> PeerError:
         known = []

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -51,28 +50,34 @@ class Ranks:
     def __init__(
         self, num_ranks: int, backend: str = "gloo", threads: int = 1, environment: dict[str, str] | None = None
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        # A server that has imported torch forks the processes: spawning would import it anew in each.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", __name__])
         self.num_ranks = num_ranks
         self._folder = tempfile.TemporaryDirectory(prefix="thunderep-ranks-")
         store = os.path.join(self._folder.name, "store")
         self._pipes: list[Connection] = []
         self._processes = []
-        with _environment({"OMP_NUM_THREADS": str(threads), **(environment or {})}):
-            for rank in range(num_ranks):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_serve, args=(theirs, rank, num_ranks, backend, store, threads, os.getpid()), daemon=True
-                )
-                process.start()
-                theirs.close()
-                self._pipes.append(ours)
-                self._processes.append(process)
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, num_ranks, backend, store, threads, environment or {}), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
         self.collect(_START_SECONDS)
 
     @property
     def pids(self) -> list[int]:
         """The processes' ids, in rank order."""
         return [process.pid or 0 for process in self._processes]
+
+    @property
+    def alive(self) -> bool:
+        """Whether no process has ended."""
+        return all(process.is_alive() for process in self._processes)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
         """Call `function(*args)` in every process and return the results in rank order.
@@ -149,9 +154,12 @@ class Ranks:
         self.close()
 
 
-def _serve(pipe: Connection, rank: int, num_ranks: int, backend: str, store: str, threads: int, parent: int) -> None:
+def _serve(
+    pipe: Connection, rank: int, num_ranks: int, backend: str, store: str, threads: int, environment: dict[str, str]
+) -> None:
     """One rank: join the group, then answer requests until the parent hangs up."""
-    _die_with(parent)
+    _die_with_parent()
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the parent, which then closes
     import torch
     import torch.distributed as dist
@@ -191,30 +199,7 @@ def _answer(request: bytes) -> bytes:
         return answer
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, so that no test run leaves ranks behind."""
+def _die_with_parent() -> None:
+    """Have the kernel kill this process when the fork server ends, as it does with the tests: no run leaves ranks behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Any:
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def free_port() -> int:
-    """A TCP port of this host that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -1,0 +1,54 @@
+"""Rank processes that tests share, and how many hypothesis examples ran."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from thunderep.testing.processes import Ranks
+
+settings.register_profile(
+    "default",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.register_profile("long", settings.get_profile("default"), derandomize=False, max_examples=2000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+EXAMPLES: Counter[str] = Counter()
+"""Examples that property tests in real processes ran, by test."""
+
+
+@pytest.fixture
+def count_example(request: pytest.FixtureRequest) -> Callable[[], None]:
+    """Call once an example."""
+    name = request.node.nodeid.split("::")[-1]
+    return lambda: EXAMPLES.update([name])
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Callable[[], Ranks]]:
+    """Gives four gloo processes, the same for all tests unless one of them has killed them."""
+    pool: list[Ranks] = []
+
+    def get() -> Ranks:
+        if pool and not pool[-1].alive:
+            pool.pop().close()
+        if not pool:
+            pool.append(Ranks(4))
+        return pool[-1]
+
+    yield get
+    for ranks in pool:
+        ranks.close()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many examples ran in real processes."""
+    for name, count in sorted(EXAMPLES.items()):
+        terminalreporter.write_line(f"{count} examples in real processes: {name}")
