@@ -120,15 +120,17 @@ def write_plot(path: Path, rows: Sequence[Row], title: str) -> None:
         for name in names:
             picked = [row for row in rows if row.shape == shape and row.name == name]
             tokens = [row.tokens for row in picked]
-            times.plot(tokens, [row.ours.both.median for row in picked], marker="o", label=f"thunderep, {name}")
+            times.plot(tokens, [row.ours.both.median / 1e3 for row in picked], marker="o", label=f"thunderep, {name}")
             ratios.plot(tokens, [row.ratios()[-1] for row in picked], marker="o", label=f"thunderep, {name}")
-        theirs = [row.theirs.both.median for row in picked]
+        theirs = [row.theirs.both.median / 1e3 for row in picked]
         times.plot(tokens, theirs, marker="s", color="black", linestyle="--", label=f"torch.distributed, {picked[0].rival}")
         times.set(title=shape, xscale="log", yscale="log")
+        times.yaxis.set_major_formatter("{x:g}")
+        times.yaxis.set_minor_formatter("{x:g}")
         ratios.axhline(1, color="black", linestyle="--")
         ratios.set(xlabel="tokens per rank", xticks=tokens, xticklabels=[str(value) for value in tokens])
         ratios.minorticks_off()
-    axes[0][0].set_ylabel("dispatch + combine, microseconds")
+    axes[0][0].set_ylabel("dispatch + combine, milliseconds")
     axes[1][0].set_ylabel("times faster than torch.distributed")
     axes[1][0].set_ylim(bottom=0)
     axes[0][0].legend()
