@@ -111,6 +111,7 @@ def write_plot(path: Path, rows: Sequence[Row], title: str) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator
 
     shapes = list(dict.fromkeys(row.shape for row in rows))
     names = list(dict.fromkeys(row.name for row in rows))
@@ -126,6 +127,7 @@ def write_plot(path: Path, rows: Sequence[Row], title: str) -> None:
         times.plot(tokens, theirs, marker="s", color="black", linestyle="--", label=f"torch.distributed, {picked[0].rival}")
         times.set(title=shape, xscale="log", yscale="log")
         times.yaxis.set_major_formatter("{x:g}")
+        times.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
         times.yaxis.set_minor_formatter("{x:g}")
         ratios.axhline(1, color="black", linestyle="--")
         ratios.set(xlabel="tokens per rank", xticks=tokens, xticklabels=[str(value) for value in tokens])
