@@ -59,8 +59,10 @@ class Rendezvous:
             self._store.set(keys[self.rank], json.dumps(answer))
             self._wait(phase, keys)
             answers = [json.loads(self._store.get(key)) for key in keys]
-        except dist.DistError as error:
-            raise RuntimeError(f"rank {self.rank}: the store was lost in phase '{phase}': {error}") from error
+        except _Late as late:
+            raise RuntimeError(str(late)) from None
+        except RuntimeError as error:
+            raise RuntimeError(f"rank {self.rank}: phase '{phase}': the store was lost: {error}") from error
         # Everyone has read the phase before this one, or they would not have come to this one.
         if self._phases:
             self._store.delete_key(f"{self._phases[-1]}/{self.rank}")
@@ -69,20 +71,25 @@ class Rendezvous:
 
     def _wait(self, phase: str, keys: Sequence[str]) -> None:
         deadline = time.monotonic() + self._timeout
-        while True:
-            left = deadline - time.monotonic()
+        missing = list(range(self.num_ranks))
+        while (left := deadline - time.monotonic()) > 0:
+            began, part = time.monotonic(), min(_SLICE_SECONDS, left)
             try:
-                self._store.wait(list(keys), timedelta(seconds=max(0.001, min(_SLICE_SECONDS, left))))
+                self._store.wait([keys[rank] for rank in missing], timedelta(seconds=part))
                 return
-            except dist.DistStoreError:
-                if left > 0:
-                    continue
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if missing:
-                raise RuntimeError(
-                    f"rank {self.rank}: phase '{phase}': after {self._timeout:g} s"
-                    f" {_ranks(missing)} of {self.num_ranks} had not arrived"
-                )
+            except RuntimeError:  # stores do not agree on a type for "not yet"
+                if time.monotonic() - began < part / 2:
+                    raise
+            missing = [rank for rank in missing if not self._store.check([keys[rank]])]
+        if missing:
+            raise _Late(
+                f"rank {self.rank}: phase '{phase}': after {self._timeout:g} s"
+                f" {_ranks(missing)} of {self.num_ranks} had not arrived"
+            )
+
+
+class _Late(RuntimeError):
+    """Ranks did not arrive in time."""
 
 
 def compare(answers: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> None:

@@ -1,0 +1,130 @@
+"""One rank's side of the torch.compile tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import thunderep
+from thunderep.testing.inputs import random_tokens
+
+H, E, K = 16, 6, 2
+
+
+def _buffer(max_tokens: int = 32) -> thunderep.Buffer:
+    return thunderep.Buffer(
+        num_experts=E, hidden=H, topk=K, max_tokens=max_tokens, dtype=torch.float32, device="cpu", timeout=60
+    )
+
+
+def _tokens(buffer: thunderep.Buffer, seed: int, tokens: int = 8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    made = random_tokens(seed * 10 + buffer.rank, tokens, hidden=H, num_experts=E, topk=K, dtype=torch.float32)
+    return made.x, made.topk_idx, made.topk_weights
+
+
+def layer_compiles() -> list[Any]:
+    """fullgraph, forward and backward; equal to eager; no recompilation when only values change."""
+    torch._dynamo.reset()
+    with _buffer() as buffer:
+
+        def layer(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            d = thunderep.dispatch(x * 2, idx, weights, E, buffer, max_tokens=12)
+            scale = torch.where(d.recv_topk_idx >= 0, d.recv_topk_weights, 0.0).sum(1, keepdim=True)
+            return thunderep.combine(torch.where(scale > 0, d.recv_x, 0.0) * scale, d, buffer) + x
+
+        counter = CompileCounterWithBackend("inductor")
+        compiled = torch.compile(layer, fullgraph=True, backend=counter)
+        same = []
+        for seed in range(4):
+            x, idx, weights = _tokens(buffer, seed)
+            results = []
+            for call in (layer, compiled):
+                leaf, leaf_weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
+                out = call(leaf, idx, leaf_weights)
+                out.square().sum().backward()
+                results.append((out, leaf.grad, leaf_weights.grad))
+            same.append(all(torch.allclose(a, b) for a, b in zip(*results, strict=True)))
+        return [all(same), counter.frame_count]
+
+
+def independent_operations_keep_their_order(backward: bool) -> list[Any]:
+    """Four operations that do not depend on each other, compiled on every rank: they meet their counterparts.
+
+    The second operation's input is ready before the first one's, and results are used in another order: what a
+    compiler likes to move.
+    """
+    torch._dynamo.reset()
+    with _buffer() as buffer:
+
+        def program(xs: list[torch.Tensor], idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            outs = []
+            for i, x in enumerate(xs):
+                late = (x @ x.t() @ x).sin() if i == 0 else x
+                d = thunderep.dispatch(late * (i + 1), idx, weights, E, buffer)
+                keep = (d.recv_topk_idx >= 0).any(1, keepdim=True)
+                outs.append(torch.where(keep, d.recv_x, 0.0))
+            return torch.stack([out.sum() * (i + 2) for i, out in enumerate(reversed(outs))]).sum()
+
+        seen: list[bool] = []
+        for seed in range(2):
+            _, idx, weights = _tokens(buffer, seed)
+            xs = [_tokens(buffer, seed * 7 + i + 1)[0].requires_grad_(backward) for i in range(4)]
+            results = []
+            for call in (program, torch.compile(program, fullgraph=True)):
+                total = call(xs, idx, weights)
+                grads = torch.autograd.grad(total, xs) if backward else ()
+                results.append((total, *grads))
+            seen.append(all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(*results, strict=True)))
+        return seen
+
+
+def graph_carries_the_order() -> list[list[str]]:
+    """For each compiled graph the `after` of each operation on the Buffer, and whether unused ones are still there."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch._dynamo.reset()
+    graphs: list[list[str]] = []
+
+    def record(module: torch.fx.GraphModule, _: Any) -> Any:
+        nodes = [n for n in module.graph.nodes if n.op == "call_function" and str(n.target).startswith("thunderep.")]
+        graphs.append(
+            [f"{str(n.target).split('.')[1]} {'after' if n.kwargs.get('after') is not None else 'first'}" for n in nodes]
+        )
+        return module.forward
+
+    with _buffer() as buffer:
+
+        def program(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            a = thunderep.dispatch(x, idx, weights, E, buffer)
+            b = thunderep.dispatch(x + 1, idx, weights, E, buffer)
+            thunderep.dispatch(x + 2, idx, weights, E, buffer)  # unused: other ranks may use theirs
+            return (
+                torch.where(a.recv_topk_idx[:, :1] >= 0, a.recv_x, 0).sum()
+                + torch.where(b.recv_topk_idx[:, :1] >= 0, b.recv_x, 0).sum()
+            )
+
+        x, idx, weights = _tokens(buffer, 0)
+        x.requires_grad_()
+        compiled = torch.compile(program, fullgraph=True, backend=aot_autograd(fw_compiler=record, bw_compiler=record))
+        compiled(x, idx, weights).backward()
+    return graphs
+
+
+def ragged_dynamic() -> list[Any]:
+    """T changes from call to call and from rank to rank: one dynamic graph, M fixed."""
+    torch._dynamo.reset()
+    with _buffer() as buffer:
+
+        def layer(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            d = thunderep.dispatch(x, idx, weights, E, buffer, max_tokens=32)
+            return thunderep.combine(d.recv_x * 1.0, d, buffer)
+
+        counter = CompileCounterWithBackend("inductor")
+        compiled = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True)
+        good = []
+        for seed, tokens in enumerate((5, 9, 17, 28)):
+            arguments = _tokens(buffer, seed, tokens + buffer.rank)
+            good.append(torch.equal(compiled(*arguments), layer(*arguments)))
+        return [all(good), counter.frame_count]
