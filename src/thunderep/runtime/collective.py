@@ -42,6 +42,7 @@ class CollectiveTransport:
                 continue
             padded = sent.new_empty(max_rows, *sent.shape[1:])
             padded[: len(sent)] = sent
+            _bytes(padded[len(sent) :]).fill_(0xFF)  # an id there reads -1, also where the host does not learn T of its peers
             self._run(lambda o=received, i=padded: _all_gather(_bytes(o), _bytes(i), group=self._group))
         return rows
 
