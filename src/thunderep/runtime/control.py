@@ -1,0 +1,224 @@
+"""A rank's control block: announcing calls, waiting for peers, and saying so when a wait cannot end.
+
+A rank announces each operation's call in its own block and reads everyone's. It sleeps on its doorbell, which peers
+ring after they have changed anything that it may wait for. A rank that gives up writes so into its status, and
+whoever waits for it raises too.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from thunderep.runtime import arena
+from thunderep.runtime.futex import fence, futex_wait, futex_wake
+from thunderep.runtime.transport import KINDS, Call, agree
+from thunderep.runtime.watchdog import PeerError, Watchdog
+
+_RECORD = struct.Struct("<9q")  # an announcement: its sequence number, then the fields of a Call
+_SEQUENCE = struct.Struct("<q")
+_LOOK_SECONDS = 0.05
+_BUSY_FACTOR = 10
+_BUSY_SHARE = 0.1
+
+_OPEN, _CLOSED, _BROKEN = 0, 1, 2
+
+
+class Control:
+    """One rank's view of all control blocks.
+
+    Args:
+        segment: The mapped segment; closed with this.
+        layout: What lies where in it.
+        rank: This rank.
+        watchdog: Watches the peers' processes; closed with this.
+        timeout: Seconds that a peer may be silent.
+
+    Attributes:
+        sequence: Operations that this rank has announced.
+    """
+
+    def __init__(self, segment: arena.Segment, layout: arena.Layout, rank: int, watchdog: Watchdog, timeout: float) -> None:
+        self._segment = segment
+        self._layout = layout
+        self._rank = rank
+        self._peers = tuple(r for r in range(layout.num_ranks) if r != rank)
+        self._watchdog = watchdog
+        self._timeout = timeout
+        self._rings = 0
+        self._broken: PeerError | None = None
+        self._closing = False
+        self.sequence = 0
+
+    def check(self) -> None:
+        """Raise the error that broke the Buffer, if one did."""
+        if self._broken is not None:
+            raise PeerError(str(self._broken), self._broken.rank)
+
+    def release(self) -> bool:
+        """Have whoever waits in another thread raise; whether this is the first call."""
+        first, self._closing = not self._closing, True
+        if first:
+            self.ring((self._rank,))
+        return first
+
+    def close(self) -> None:
+        """Leave: peers that wait for this rank raise. Nothing may be under way."""
+        if self._status(self._rank)[0] == _OPEN:
+            self._set_status(_CLOSED, self._rank)
+        self._watchdog.close()
+        self._segment.close()
+
+    def announce(self, call: Call) -> list[int]:
+        """Tell all ranks this rank's next call and return T of all ranks.
+
+        A record may be written again two operations later: a rank announces an operation only after all have
+        announced the one before it, and so have read the records of the one before that.
+        """
+        self.check()
+        if self._closing:
+            raise RuntimeError("the Buffer is closed")
+        self.sequence += 1
+        sequence, name = self.sequence, KINDS[call.kind]
+        at = arena.CONTROL_ANNOUNCE + sequence % 2 * arena.ANNOUNCE_BYTES
+        memory = self._segment.bytes
+        _RECORD.pack_into(memory, self._layout.control(self._rank, at), 0, *call.as_tuple())
+        fence()  # whoever sees the sequence number sees the call
+        _SEQUENCE.pack_into(memory, self._layout.control(self._rank, at), sequence)
+        self.ring(self._peers)
+        records = [self._layout.control(rank, at) for rank in range(self._layout.num_ranks)]
+        absent = list(self._peers)
+
+        def arrived() -> bool:
+            before = len(absent)
+            absent[:] = [rank for rank in absent if _SEQUENCE.unpack_from(memory, records[rank])[0] != sequence]
+            return len(absent) < before
+
+        self.wait(lambda: arrived() or not absent, lambda: not absent, lambda: absent, f"{name} {sequence}: its arrival")
+        fence()
+        return agree([Call(*_RECORD.unpack_from(memory, record)[1:]) for record in records])
+
+    def wait(
+        self, advance: Callable[[], bool], ended: Callable[[], bool], waits_for: Callable[[], Sequence[int]], what: str
+    ) -> None:
+        """Call `advance` until `ended`, asleep while nothing moves. Raises PeerError if what it waits for cannot come."""
+        words, bell = self._segment.words, self._word(self._rank, arena.CONTROL_DOORBELL)
+        bell_address = self._segment.address + bell * 4
+        verdict: PeerError | None = None
+        since = looked = time.monotonic()
+        try:
+            while True:
+                rung = words[bell]
+                moved = advance()
+                if ended():
+                    return
+                if self._closing:
+                    raise RuntimeError(f"the Buffer was closed during {what.split(':')[0]}")
+                if moved:
+                    verdict, since = None, time.monotonic()
+                    continue
+                if verdict is not None:  # found before this last look at the flags, so nothing that the peer did was missed
+                    raise verdict
+                verdict = self._gave_up(waits_for(), what)
+                if verdict is None:
+                    futex_wait(bell_address, rung, _LOOK_SECONDS)
+                    now = time.monotonic()
+                    if now - looked >= _LOOK_SECONDS:
+                        looked = now
+                        verdict = self._gone(waits_for(), what, now - since)
+        except BaseException as error:
+            self._break(error)
+
+    def _gave_up(self, ranks: Sequence[int], what: str) -> PeerError | None:
+        """A PeerError if one of `ranks` has closed its Buffer, or any peer has found the Buffer broken."""
+        for rank in self._peers:
+            status, blamed = self._status(rank)
+            if status == _BROKEN and blamed == self._rank:
+                return self._peer_error(rank, f"gave up waiting for rank {self._rank}, this one", what)
+            if status == _BROKEN and blamed != rank:
+                return self._peer_error(blamed, f"{self._fault(blamed)}, as rank {rank} found", what)
+            if status == _BROKEN or (status == _CLOSED and rank in ranks):
+                return self._peer_error(rank, self._fault(rank), what)
+        return None
+
+    def _fault(self, rank: int) -> str:
+        """What is wrong with a rank that one gave up on."""
+        status, blamed = self._status(rank)
+        if self._watchdog.dead((rank,)):
+            return f"died (process {self._watchdog.pids[rank]})"
+        if status == _CLOSED:
+            return "closed its Buffer"
+        return "was interrupted" if status == _BROKEN and blamed == rank else "fell silent"
+
+    def _status(self, rank: int) -> tuple[int, int]:
+        """A rank's status and whom it blames."""
+        word = self._word(rank)
+        return self._segment.words[word], self._segment.words[word + 1]
+
+    def _gone(self, ranks: Sequence[int], what: str, seconds: float) -> PeerError | None:
+        """A PeerError if the process of one of `ranks` has ended, or it has been silent for longer than it may be."""
+        for rank in sorted(self._watchdog.dead(ranks)):
+            return self._peer_error(rank, self._fault(rank), what)
+        if seconds > self._timeout:
+            for rank in ranks:
+                if not self._compiles(rank, seconds):
+                    return self._peer_error(rank, f"was silent for {seconds:.1f} s", what)
+        return None
+
+    def _compiles(self, rank: int, seconds: float) -> bool:
+        """Whether a rank that has not made its first call is at work: it may compile for minutes, and then uses its CPU."""
+        if self._last_operation(rank)[0] > 0 or seconds > _BUSY_FACTOR * self._timeout:
+            return False
+        before = self._watchdog.cpu_seconds(rank)
+        time.sleep(_LOOK_SECONDS)
+        return self._watchdog.cpu_seconds(rank) - before > _BUSY_SHARE * _LOOK_SECONDS
+
+    def _peer_error(self, rank: int, fault: str, what: str) -> PeerError:
+        known = []
+        for r in range(self._layout.num_ranks):
+            sequence, kind = self._last_operation(r)
+            known.append(f"rank {r}: {KINDS[kind]} {sequence}" if sequence else f"rank {r}: none yet")
+        text = f"rank {rank} {fault}, while rank {self._rank} waited in {what}; last known operations: {', '.join(known)}"
+        return PeerError(text, rank)
+
+    def _last_operation(self, rank: int) -> tuple[int, int]:
+        """Sequence number and kind of the operation that `rank` announced last."""
+        records = (self._layout.control(rank, arena.CONTROL_ANNOUNCE + i * arena.ANNOUNCE_BYTES) for i in (0, 1))
+        return max(_RECORD.unpack_from(self._segment.bytes, record)[:2] for record in records)
+
+    def _break(self, error: BaseException) -> NoReturn:
+        """Let nobody wait for this rank: the Buffer is broken from here on. Raises `error`."""
+        if isinstance(error, PeerError):
+            self._broken, blamed = error, error.rank
+        else:
+            blamed = self._rank
+            self._broken = PeerError(f"rank {blamed}: an operation was interrupted by {type(error).__name__}", blamed)
+        self._set_status(_BROKEN, blamed)
+        raise error
+
+    def _set_status(self, status: int, blamed: int) -> None:
+        word = self._word(self._rank)
+        self._segment.words[word + 1] = blamed
+        fence()  # whoever sees the status sees who is blamed
+        self._segment.words[word] = status
+        self.ring(self._peers)
+
+    def ring(self, ranks: Sequence[int]) -> None:
+        """Wake `ranks`, after everything that this rank wrote before.
+
+        A doorbell gets a value that it did not have: the ringer and its own count. So a rank that read its doorbell,
+        looked at the flags and then sleeps on the value it read cannot miss a flag that was set in between, although
+        rings may overwrite each other.
+        """
+        fence()
+        self._rings += 1
+        value = (self._rank << 24 | self._rings & 0xFFFFFF) & 0xFFFFFFFF
+        for rank in ranks:
+            word = self._word(rank, arena.CONTROL_DOORBELL)
+            self._segment.words[word] = value
+            futex_wake(self._segment.address + word * 4)
+
+    def _word(self, rank: int, offset: int = arena.CONTROL_STATUS) -> int:
+        return self._layout.control(rank, offset) // 4
