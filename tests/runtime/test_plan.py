@@ -285,7 +285,7 @@ def test_a_message_of_one_byte_and_one_of_a_slot_and_a_byte() -> None:
 def test_payloads_share_a_chunk_and_each_begins_aligned() -> None:
     schedule = plan_dispatch(1, [4, 3], [100, 7, 0, 1], 4, Staging(4, 4096), 1)
     (chunk,) = chunks(schedule.lanes[0])
-    assert [(c.src.memory.index, c.dst.offset - 2 * 4096, c.nbytes) for c in chunk.copies] == [
+    assert [(c.src.memory.payload, c.dst.offset - 2 * 4096, c.nbytes) for c in chunk.copies] == [
         (0, 0, 300),
         (1, 512, 21),
         (3, 768, 3),

@@ -171,7 +171,7 @@ def _coverage_problems(name: str, memory: Memory, written: Sequence[Copy], owed:
 
 def describe_memory(memory: Memory) -> str:
     """A memory in words."""
-    return f"rank {memory.rank}'s {memory.kind}" + ("" if memory.kind == "staging" else f" {memory.index}")
+    return f"rank {memory.rank}'s {memory.kind}" + ("" if memory.kind == "staging" else f" {memory.payload}")
 
 
 def describe_place(place: Place) -> str:

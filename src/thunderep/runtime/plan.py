@@ -36,11 +36,11 @@ MIN_SLOT_BYTES = 4096
 
 
 class Memory(NamedTuple):
-    """A memory that a copy reads or writes: payload `index` of a rank's input or output, or a rank's staging."""
+    """A memory that a copy reads or writes: a payload of a rank's input or output, or a rank's staging."""
 
     kind: Literal["input", "output", "staging"]
     rank: int
-    index: int = 0  # type: ignore[assignment]
+    payload: int = 0
 
 
 class Place(NamedTuple):
@@ -133,7 +133,7 @@ class Staging:
 class Section(NamedTuple):
     """The part of a message that belongs to one payload: where it comes from and where it goes."""
 
-    index: int  # type: ignore[assignment]
+    payload: int
     src: int
     dst: int
     nbytes: int
@@ -199,7 +199,7 @@ def plan_dispatch(
     _validate(rank, rows, max_rows, bank)
     outgoing = [dispatch_messages(owner, rows, row_bytes, max_rows) for owner in range(len(rows))]
     local = tuple(
-        Copy(Place(Memory("input", rank, s.index), s.src), Place(Memory("output", rank, s.index), s.dst), s.nbytes)
+        Copy(Place(Memory("input", rank, s.payload), s.src), Place(Memory("output", rank, s.payload), s.dst), s.nbytes)
         for s in outgoing[rank][0].sections
     )
     return _plan(rank, outgoing, local, staging, bank)
@@ -232,7 +232,7 @@ def _send(rank: int, num_ranks: int, messages: Sequence[Message], staging: Stagi
         yield Wait(tuple(Flag(rank, slot, peer) for peer in _peers(rank, num_ranks)), 0)
         for piece in pieces:
             yield Copy(
-                Place(Memory("input", rank, piece.section.index), piece.section.src + piece.at),
+                Place(Memory("input", rank, piece.section.payload), piece.section.src + piece.at),
                 Place(Memory("staging", rank), slot * staging.slot_bytes + piece.slot_offset),
                 piece.nbytes,
             )
@@ -249,7 +249,7 @@ def _receive(rank: int, owner: int, messages: Sequence[Message], staging: Stagin
         for piece in pieces:
             yield Copy(
                 Place(Memory("staging", owner), slot * staging.slot_bytes + piece.slot_offset),
-                Place(Memory("output", rank, piece.section.index), piece.section.dst + piece.at),
+                Place(Memory("output", rank, piece.section.payload), piece.section.dst + piece.at),
                 piece.nbytes,
             )
         yield Signal(flag, 0)  # the credit: this reader's copies are done
