@@ -45,7 +45,7 @@ def rows_sum(owner: Buffer, kind: str, payloads: Sequence[torch.Tensor], is_toke
     """
     payloads = [payload.contiguous() for payload in payloads]
     tokens, max_rows = is_token_in_rank.shape[0], payloads[0].shape[0] // owner.num_ranks
-    parts = [payload.new_empty(owner.num_ranks, tokens, payload.shape[1]) for payload in payloads]
+    parts = [torch.empty_like(payload) for payload in payloads]
     call = Call(
         KINDS.index(kind),
         tokens,
@@ -56,10 +56,10 @@ def rows_sum(owner: Buffer, kind: str, payloads: Sequence[torch.Tensor], is_toke
     )
     with owner.operation() as transport:
         transport.combine(call, payloads, parts)
-    start = owner.rank * max_rows
     results = []
     for payload, part in zip(payloads, parts, strict=True):
-        by_rank = [payload[start : start + tokens] if rank == owner.rank else part[rank] for rank in range(owner.num_ranks)]
+        sources = [payload if rank == owner.rank else part for rank in range(owner.num_ranks)]
+        by_rank = [source[rank * max_rows :][:tokens] for rank, source in enumerate(sources)]
         results.append(_sum_in_rank_order(by_rank, is_token_in_rank))
     return results
 

@@ -6,7 +6,6 @@ before anything moves where that costs no GPU synchronisation, that is for CPU t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -48,16 +47,10 @@ class CollectiveTransport:
 
     def combine(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Give every rank back the rows that stem from it."""
-        rows = self._announce(call, inputs[0].device)
-        max_rows = inputs[0].shape[0] // self._num_ranks
+        self._announce(call, inputs[0].device)
         for sent, received in zip(inputs, outputs, strict=True):
-            width = math.prod(sent.shape[1:])
-            if max_rows * width == 0:
-                continue
-            parts = torch.empty_like(sent)
-            self._run(lambda o=parts, i=sent: dist.all_to_all_single(_bytes(o), _bytes(i), group=self._group))
-            tokens = rows[self._rank]
-            received.copy_(parts.view(self._num_ranks, max_rows, *sent.shape[1:])[:, :tokens])
+            if sent.numel():
+                self._run(lambda o=received, i=sent: dist.all_to_all_single(_bytes(o), _bytes(i), group=self._group))
 
     def check(self) -> None:
         """Raise the error that broke this transport, if one did."""

@@ -78,7 +78,7 @@ def expect_dispatch(rows: Sequence[int], row_bytes: Sequence[int], max_rows: int
 
 
 def expect_combine(rows: Sequence[int], row_bytes: Sequence[int], max_rows: int) -> tuple[Copy, ...]:
-    """What a combine delivers: row r * M + i of rank s to row s * T[r] + i of rank r, for r other than s.
+    """What a combine delivers: row r * M + i of rank s to row s * M + i of rank r, for r other than s.
 
     Arguments as `expect_dispatch` has them. A rank's own partial results stay where they are.
     """
@@ -86,7 +86,7 @@ def expect_combine(rows: Sequence[int], row_bytes: Sequence[int], max_rows: int)
     return tuple(
         Copy(
             Place(Memory("input", s, p), r * max_rows * width),
-            Place(Memory("output", r, p), s * rows[r] * width),
+            Place(Memory("output", r, p), s * max_rows * width),
             rows[r] * width,
         )
         for r in ranks

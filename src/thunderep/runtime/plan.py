@@ -168,13 +168,13 @@ def dispatch_messages(owner: int, rows: Sequence[int], row_bytes: Sequence[int],
 
 
 def combine_messages(owner: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int) -> tuple[Message, ...]:
-    """A combine sends each peer the T[peer] rows that came from it: [N * M] rows in, [N, T] partial results out, by rank."""
+    """A combine sends each peer the T[peer] rows that came from it: [N * M] rows in, [N, M] partial results out, by rank."""
     return tuple(
         Message(
             owner,
             (peer,),
             tuple(
-                Section(p, peer * max_rows * width, owner * rows[peer] * width, rows[peer] * width)
+                Section(p, peer * max_rows * width, owner * max_rows * width, rows[peer] * width)
                 for p, width in enumerate(row_bytes)
                 if rows[peer] * width
             ),
@@ -210,8 +210,8 @@ def plan_combine(
 ) -> Schedule:
     """The schedule of one rank's combine; arguments as `plan_dispatch` has them.
 
-    Inputs have N * M rows, outputs N * T[rank]: partial result i of rank s for this rank arrives in row s * T[rank] +
-    i. This rank's own partial results are not copied: who sums reads them where they are.
+    Inputs and outputs have N * M rows: rank s's partial result for this rank's row i arrives in row s * M + i. This
+    rank's own partial results are not copied: who sums reads them where they are.
     """
     _validate(rank, rows, max_rows, bank)
     outgoing = [combine_messages(owner, rows, row_bytes, max_rows) for owner in range(len(rows))]

@@ -76,8 +76,8 @@ class Transport(Protocol):
         Args:
             call: What ranks must agree on.
             inputs: Payloads of [N * M, ...], contiguous; row s * M + i belongs to row i of rank s.
-            outputs: For each payload, contiguous [N, T, ...]: what each rank holds for this rank's rows. This rank's
-                own part is left alone.
+            outputs: For each payload, contiguous [N * M, ...]: row s * M + i becomes what rank s holds for this rank's
+                row i. This rank's own part, and rows past T, are unspecified.
         """
         ...
 
