@@ -35,15 +35,19 @@ WIDE = Staging(6, 256)
 FIT = (256,)
 
 
-def dispatch(rows: Sequence[int], bank: int, staging: Staging = RING, row_bytes: Sequence[int] = FIT) -> Operation:
+def dispatch(
+    rows: Sequence[int], bank: int, staging: Staging = RING, row_bytes: Sequence[int] = FIT, ways: int = 1
+) -> Operation:
     most = max(rows) + 1
-    schedules = tuple(plan_dispatch(r, rows, row_bytes, most, staging, bank) for r in range(len(rows)))
+    schedules = tuple(plan_dispatch(r, rows, row_bytes, most, staging, bank, ways) for r in range(len(rows)))
     return Operation(schedules, expect_dispatch(rows, row_bytes, most))
 
 
-def combine(rows: Sequence[int], bank: int, staging: Staging = RING, row_bytes: Sequence[int] = FIT) -> Operation:
+def combine(
+    rows: Sequence[int], bank: int, staging: Staging = RING, row_bytes: Sequence[int] = FIT, ways: int = 1
+) -> Operation:
     most = max(rows) + 1
-    schedules = tuple(plan_combine(r, rows, row_bytes, most, staging, bank) for r in range(len(rows)))
+    schedules = tuple(plan_combine(r, rows, row_bytes, most, staging, bank, ways) for r in range(len(rows)))
     return Operation(schedules, expect_combine(rows, row_bytes, most))
 
 
@@ -96,6 +100,9 @@ CLEAN: dict[str, list[Operation]] = {
         combine([4, 5], 1, NARROW),
         dispatch([3, 5], 0, NARROW),
     ],
+    "2 ranks, two lanes a direction": [f([2, 2], i % 2, ways=2) for i, f in enumerate((dispatch, combine, dispatch))],
+    "2 ranks, two lanes a direction, streaming": [dispatch([5, 3], 0, ways=2)],
+    "3 ranks, two lanes a direction": [combine([2, 2, 2], 0, ways=2), dispatch([1, 1, 1], 1, ways=2)],
     "2 ranks, ragged with zeros": [
         dispatch([2, 0], 0),
         combine([2, 0], 1),

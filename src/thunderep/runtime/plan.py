@@ -184,7 +184,7 @@ def combine_messages(owner: int, rows: Sequence[int], row_bytes: Sequence[int], 
 
 
 def plan_dispatch(
-    rank: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int, staging: Staging, bank: int
+    rank: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int, staging: Staging, bank: int, ways: int = 1
 ) -> Schedule:
     """The schedule of one rank's dispatch.
 
@@ -195,6 +195,7 @@ def plan_dispatch(
         max_rows: M; row i of rank r arrives in row r * M + i of every rank's outputs.
         staging: The ring, the same on all ranks.
         bank: 0 or 1, in turn from operation to operation, the same on all ranks.
+        ways: Lanes a direction, the same on all ranks. With two, one lane's signals and waits overlap the other's copies.
     """
     _validate(rank, rows, max_rows, bank)
     outgoing = [dispatch_messages(owner, rows, row_bytes, max_rows) for owner in range(len(rows))]
@@ -202,11 +203,11 @@ def plan_dispatch(
         Copy(Place(Memory("input", rank, s.payload), s.src), Place(Memory("output", rank, s.payload), s.dst), s.nbytes)
         for s in outgoing[rank][0].sections
     )
-    return _plan(rank, outgoing, local, staging, bank)
+    return _plan(rank, outgoing, local, staging, bank, ways)
 
 
 def plan_combine(
-    rank: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int, staging: Staging, bank: int
+    rank: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int, staging: Staging, bank: int, ways: int = 1
 ) -> Schedule:
     """The schedule of one rank's combine; arguments as `plan_dispatch` has them.
 
@@ -215,44 +216,67 @@ def plan_combine(
     """
     _validate(rank, rows, max_rows, bank)
     outgoing = [combine_messages(owner, rows, row_bytes, max_rows) for owner in range(len(rows))]
-    return _plan(rank, outgoing, (), staging, bank)
+    return _plan(rank, outgoing, (), staging, bank, ways)
 
 
-def _plan(rank: int, outgoing: Sequence[Sequence[Message]], local: tuple[Copy, ...], staging: Staging, bank: int) -> Schedule:
-    num_ranks = len(outgoing)
-    lanes = [Lane("send", tuple(_send(rank, num_ranks, outgoing[rank], staging, bank))), Lane("local", local)]
-    for owner in reversed(_peers(rank, num_ranks)):
-        lanes.append(Lane(f"receive from {owner}", tuple(_receive(rank, owner, outgoing[owner], staging, bank))))
+def _plan(
+    rank: int, outgoing: Sequence[Sequence[Message]], local: tuple[Copy, ...], staging: Staging, bank: int, ways: int
+) -> Schedule:
+    chunks = {"send": _send(rank, len(outgoing), outgoing[rank], staging, bank)}
+    for owner in reversed(_peers(rank, len(outgoing))):
+        chunks[f"receive from {owner}"] = _receive(rank, owner, outgoing[owner], staging, bank)
+    lanes = []
+    for name, steps in chunks.items():
+        by_way: list[list[Step]] = [[] for _ in range(ways)]
+        for slot, chunk in steps:
+            # By slot, so that whatever comes into a slot stays in one lane and in order: a flag does not say whose chunk it means.
+            by_way[slot // len(outgoing[rank]) % ways] += chunk
+        lanes += [Lane(f"{name}, way {way}" if ways > 1 else name, tuple(lane)) for way, lane in enumerate(by_way)]
+    lanes.append(Lane("local", local))
     return Schedule(rank, tuple(lane for lane in lanes if lane.steps))
 
 
-def _send(rank: int, num_ranks: int, messages: Sequence[Message], staging: Staging, bank: int) -> Iterator[Step]:
+def _send(
+    rank: int, num_ranks: int, messages: Sequence[Message], staging: Staging, bank: int
+) -> Iterator[tuple[int, list[Step]]]:
+    """For each chunk that the rank sends its slot and steps."""
     for slot, message, pieces in _ring(messages, staging, bank):
-        # The credit: every reader's earlier copies out of this slot are done, whatever operation they belonged to.
-        yield Wait(tuple(Flag(rank, slot, peer) for peer in _peers(rank, num_ranks)), 0)
-        for piece in pieces:
-            yield Copy(
-                Place(Memory("input", rank, piece.section.payload), piece.section.src + piece.at),
-                Place(Memory("staging", rank), slot * staging.slot_bytes + piece.slot_offset),
-                piece.nbytes,
-            )
-        # Makes the chunk visible to its readers.
-        yield Signal(tuple(Flag(rank, slot, reader) for reader in message.readers), 1)
+        yield slot, [
+            # The credit: every reader's earlier copies out of this slot are done, whatever operation they belonged to.
+            Wait(tuple(Flag(rank, slot, peer) for peer in _peers(rank, num_ranks)), 0),
+            *(
+                Copy(
+                    Place(Memory("input", rank, piece.section.payload), piece.section.src + piece.at),
+                    Place(Memory("staging", rank), slot * staging.slot_bytes + piece.slot_offset),
+                    piece.nbytes,
+                )
+                for piece in pieces
+            ),
+            # Makes the chunk visible to its readers.
+            Signal(tuple(Flag(rank, slot, reader) for reader in message.readers), 1),
+        ]
 
 
-def _receive(rank: int, owner: int, messages: Sequence[Message], staging: Staging, bank: int) -> Iterator[Step]:
+def _receive(
+    rank: int, owner: int, messages: Sequence[Message], staging: Staging, bank: int
+) -> Iterator[tuple[int, list[Step]]]:
+    """For each chunk that the rank receives from `owner` its slot and steps."""
     for slot, message, pieces in _ring(messages, staging, bank):
         if rank not in message.readers:
             continue
         flag = (Flag(owner, slot, rank),)
-        yield Wait(flag, 1)  # the owner's chunk is in the slot
-        for piece in pieces:
-            yield Copy(
-                Place(Memory("staging", owner), slot * staging.slot_bytes + piece.slot_offset),
-                Place(Memory("output", rank, piece.section.payload), piece.section.dst + piece.at),
-                piece.nbytes,
-            )
-        yield Signal(flag, 0)  # the credit: this reader's copies are done
+        yield slot, [
+            Wait(flag, 1),  # the owner's chunk is in the slot
+            *(
+                Copy(
+                    Place(Memory("staging", owner), slot * staging.slot_bytes + piece.slot_offset),
+                    Place(Memory("output", rank, piece.section.payload), piece.section.dst + piece.at),
+                    piece.nbytes,
+                )
+                for piece in pieces
+            ),
+            Signal(flag, 0),  # the credit: this reader's copies are done
+        ]
 
 
 def _ring(messages: Sequence[Message], staging: Staging, bank: int) -> Iterator[tuple[int, Message, list[_Piece]]]:
