@@ -27,7 +27,8 @@ $(STAMP): pyproject.toml requirements-dev.txt
 demo: $(SETUP) ## train and run a mixture of experts over 4 ranks (ARGS='--ranks 2 ...')
 	$(PYTHON) -m thunderep.cli demo $(ARGS)
 
-test: $(SETUP) ## all tests that need no GPU (ARGS='tests/ops -k ...')
+test: export CUDA_VISIBLE_DEVICES :=
+test: $(SETUP) ## all tests that need no GPU, with none in sight (ARGS='tests/ops -k ...')
 	$(PYTHON) -m pytest -m 'not gpu' $(ARGS)
 
 test-gpu: $(SETUP) ## the tests that need CUDA devices
