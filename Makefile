@@ -25,7 +25,7 @@ $(STAMP): pyproject.toml requirements-dev.txt
 	@touch $@
 
 demo: $(SETUP) ## train and run a mixture of experts over 4 ranks (ARGS='--ranks 2 ...')
-	$(PYTHON) -m thunderep.cli demo $(ARGS)
+	$(PYTHON) -m thunderep demo $(ARGS)
 
 test: export CUDA_VISIBLE_DEVICES :=
 test: $(SETUP) ## all tests that need no GPU, with none in sight (ARGS='tests/ops -k ...')
