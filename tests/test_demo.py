@@ -95,7 +95,7 @@ def test_cache_gives_the_logits_of_the_whole_sequence() -> None:
     for position in range(4, 9):
         stepwise = model.next_bytes(tokens[:, position : position + 1], position, 2, past)
     whole = model.next_bytes(tokens, 0, 18, [KeyValues(SMALL.window) for _ in range(SMALL.layers)])
-    torch.testing.assert_close(stepwise, whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(stepwise, whole, rtol=1e-3, atol=1e-3)
 
 
 def test_losses_add_up_over_any_split_of_the_sequences() -> None:

@@ -74,7 +74,3 @@ def main() -> None:
     """Entry point."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: the terminal restored, no process left
     app(prog_name="thunderep")
-
-
-if __name__ == "__main__":
-    main()

@@ -32,11 +32,11 @@ class DemoConfig:
     steps: int = 700
     batch: int = 8
     """Sequences in a global batch, which the ranks split."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
     warmup: int = 20
     clip: float = 1.0
     """Of the norm of the whole model's gradient."""
-    balance: float = 0.01
+    balance: float = 0.03
     """Weight of the load-balancing loss."""
     seed: int = 0
     corpus_bytes: int = 8 << 20

@@ -130,7 +130,7 @@ class Model(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         for parameter in self.parameters():
             if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02, generator=generator)
+                nn.init.normal_(parameter, std=0.05, generator=generator)
         self.register_buffer("rotation", self._rotations(torch.arange(config.window)), persistent=False)
 
     def forward(

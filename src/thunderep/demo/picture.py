@@ -7,6 +7,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 import thunderep
 from thunderep.demo.result import DRIFT_TOLERANCE, EARLY_STEPS, EARLY_TOLERANCE, Result
@@ -66,6 +67,7 @@ def _draw_load(axes: Axes, result: Result, layer: int) -> None:
     axes.axhline(100 / len(shares), color=_GREY, linewidth=1, linestyle="--")
     axes.set(title=f"Layer {layer}: how often each expert was chosen", ylabel="% of choices", xticks=range(len(shares)))
     axes.set_ylim(0, 100 * 1.35 * max(max(load) for load in result.load()))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
     if layer == 0:
         axes.legend(frameon=False, ncols=min(ranks, 4), loc="upper center", fontsize=9)
     if layer == result.config.model.layers - 1:

@@ -82,14 +82,16 @@ def _square(parameters: list[nn.Parameter]) -> torch.Tensor:
 
 def train(model: Model, config: DemoConfig, text: torch.Tensor, rank: int, report: Callable[[Step], None]) -> None:
     """Train `model` in place on this rank's share of every global batch; `report` each step."""
-    forward = torch.compile(model, fullgraph=True, dynamic=False) if config.compile else model
+    if config.compile:  # layers have one shape: they share one graph, compiled once
+        for block in model.blocks:
+            block.compile(fullgraph=True, dynamic=False)
     sizes = config.model
     gradients = Gradients(model, extra=1 + sizes.layers * sizes.experts)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     for index in range(config.steps):
         begin = time.perf_counter()
         inputs, targets = _share(text, index, config, rank)
-        loss, balance, load = forward(inputs, targets, config.max_tokens)
+        loss, balance, load = model(inputs, targets, config.max_tokens)
         loss = loss / (config.batch * sizes.window)
         gradients.zero()
         (loss + config.balance * balance / (config.batch * sizes.layers)).backward()
