@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from thunderep.placement import local_experts
 from thunderep.runtime import arena
 from thunderep.runtime.collective import CollectiveTransport
+from thunderep.runtime.control import Control
 from thunderep.runtime.host import HostTransport
 from thunderep.runtime.plan import ALIGNMENT, MIN_SLOT_BYTES, Staging
 from thunderep.runtime.rendezvous import Rendezvous, compare, host_id, share_segment
@@ -22,7 +24,7 @@ from thunderep.runtime.transport import DTYPES, Transport
 from thunderep.runtime.watchdog import Watchdog
 from thunderep.work import Work, Worker
 
-TransportName = Literal["auto", "shm", "collective"]
+TransportName = Literal["auto", "dma", "shm", "collective"]
 
 _MAX_DEFAULT_STAGING = 256 << 20
 _AGREED = (
@@ -49,9 +51,9 @@ class Buffer:
         max_tokens: Tokens per rank that a call may have at most.
         dtype: Widest payload element.
         device: Where the tensors live; None: the current CUDA device where there is one, else the CPU.
-        transport: "shm": shared memory, for CPU tensors of one host. "collective": torch.distributed, for CPU or CUDA
-            tensors, also
-            across hosts. "auto": shm where it works, else collective.
+        transport: "shm": shared memory, for CPU tensors of one host. "dma": copy engines through pinned shared memory,
+            for CUDA tensors of one host. "collective": torch.distributed, for CPU or CUDA tensors, also across hosts.
+            "auto": shm where it works, else collective.
         staging_bytes: Staging per rank in bytes; None: what double-buffering max_tokens takes, at most 256 MiB.
         timeout: Seconds that a peer may be silent, and that each phase of construction may take.
         name: What the operators call this Buffer, the same on all ranks and unique among the open ones; None: derived
@@ -92,6 +94,7 @@ class Buffer:
         self.name = name if name is not None else f"thunderep.{meeting.label}"
         self._pid = os.getpid()
         self._worker: Worker | None = None
+        self._turn = threading.Lock()
         answer: dict[str, Any] = {"pid": self._pid, "host": host_id()}
         try:
             self.device = _device(device)
@@ -109,6 +112,11 @@ class Buffer:
         compare(answers, _AGREED)
         self.transport = _choose(transport, self.device, [a["host"] for a in answers])
         self._transport = self._connect(meeting, staging_bytes, answers)
+        starts = [local_experts(num_experts, rank, self.num_ranks).start for rank in range(self.num_ranks)]
+        self.expert_bounds = torch.tensor([*starts, num_experts], device=self.device)
+        workspace = self.num_ranks * max_tokens * (hidden * dtype.itemsize + topk * 4) + ALIGNMENT
+        self._workspace = torch.empty(workspace, dtype=torch.uint8) if self.device.type == "cpu" else None
+        self.bad_ids = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._closed = False
         _buffers[self.name] = self
         self._finalizer = weakref.finalize(self, _close_transport, self._transport, self._pid)
@@ -119,8 +127,11 @@ class Buffer:
         return local_experts(self.num_experts, self.rank, self.num_ranks)
 
     def check(self) -> None:
-        """Raise what went wrong since the last operation, if anything did."""
+        """Raise what went wrong since the last operation, if anything did: a peer that failed, ids out of range on a GPU."""
         self._usable().check()
+        if self.bad_ids[0]:
+            self.bad_ids[0] = 0
+            raise ValueError(f"topk_idx: an earlier operation got ids outside -1 to {self.num_experts - 1}; they counted as -1")
 
     def close(self) -> None:
         """Release everything.
@@ -150,12 +161,31 @@ class Buffer:
         return self._worker.submit(operation)
 
     @contextlib.contextmanager
-    def operation(self) -> Any:
-        """The transport, for one operation in its turn: after all submitted ones."""
+    def operation(self) -> Iterator[Transport]:
+        """The transport, for one operation in its turn: after all submitted ones, and one at a time."""
         transport = self._usable()
+        if self.device.type == "cuda":
+            self.check()
         if self._worker is not None:
             self._worker.wait_for_turn()
-        yield transport
+        with self._turn:
+            yield transport
+
+    def scratch(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors of the same shapes and types for use within one `operation`.
+
+        On the CPU they share memory that stays: new memory would cost a page fault every 4 KiB, which is more than the copies.
+        """
+        if self._workspace is None:
+            return [torch.empty_like(tensor) for tensor in like]
+        parts, used = [], 0
+        for tensor in like:
+            part = self._workspace[used : used + tensor.nbytes]
+            if len(part) < tensor.nbytes:  # rows wider than the Buffer's dtype
+                part = torch.empty(tensor.nbytes, dtype=torch.uint8)
+            parts.append(part.view(tensor.dtype).view(tensor.shape))
+            used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        return parts
 
     def __enter__(self) -> Buffer:
         return self
@@ -192,8 +222,9 @@ class Buffer:
             raise ValueError(f"name: {self.name!r} is the name of an open Buffer")
         if transport not in get_args(TransportName):
             raise ValueError(f"transport: got {transport!r}, expected one of {', '.join(map(repr, get_args(TransportName)))}")
-        if transport == "shm" and self.device.type != "cpu":
-            raise ValueError(f"transport: 'shm' moves CPU tensors, but the device is {self.device}")
+        needed = {"shm": "cpu", "dma": "cuda"}.get(transport, self.device.type)
+        if self.device.type != needed:
+            raise ValueError(f"transport: {transport!r} moves {needed} tensors, but the device is {self.device}")
         if staging_bytes is not None:
             if not isinstance(staging_bytes, int) or isinstance(staging_bytes, bool):
                 raise ValueError(f"staging_bytes: got {staging_bytes!r}, expected an integer or None")
@@ -207,9 +238,20 @@ class Buffer:
         nbytes = staging_bytes if staging_bytes is not None else self._default_staging()
         layout = arena.Layout(self.num_ranks, Staging.of(self.num_ranks, nbytes))
         try:
-            return HostTransport(share_segment(meeting, layout.nbytes), layout, self.rank, watchdog, self.timeout)
+            segment = share_segment(meeting, layout.nbytes)
         except BaseException:
             watchdog.close()
+            raise
+        control = Control(segment, layout, self.rank, watchdog, self.timeout)
+        if self.transport == "shm":
+            return HostTransport(segment, layout, self.rank, control)
+        from thunderep.runtime.dma import connect
+
+        try:
+            return connect(meeting, segment, layout, self.rank, self.device, control)
+        except BaseException:
+            control.release()
+            control.close()
             raise
 
     def _default_staging(self) -> int:
@@ -249,9 +291,9 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 def _choose(transport: str, device: torch.device, hosts: list[str]) -> str:
     one_host = all(host == hosts[0] for host in hosts)
-    if transport == "shm" and not one_host:
+    if transport in ("shm", "dma") and not one_host:
         raise RuntimeError(
-            "transport: 'shm' needs all ranks on one host and in one process namespace; "
+            f"transport: {transport!r} needs all ranks on one host and in one process namespace; "
             + ", ".join(f"rank {rank} is on {host}" for rank, host in enumerate(hosts))
         )
     if transport == "auto":

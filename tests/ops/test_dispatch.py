@@ -230,3 +230,18 @@ def test_reference_on_a_worked_example() -> None:
     assert second[4].tolist() == [[False, True], [False, False]]
     sums = reference.combine([first[0] * 10, second[0] * 100], [first[4], second[4]])
     assert [s.tolist() for s in sums] == [[[110.0], [20.0]], [[300.0], [0.0]]]
+
+
+def test_gradients_of_odd_sizes_fit_the_workspace(buffer: thunderep.Buffer) -> None:
+    """Two payloads of 3 * 5 * 2 and 3 * 1 * 4 bytes: what comes second begins aligned."""
+    with thunderep.Buffer(num_experts=2, hidden=5, topk=1, max_tokens=3, device="cpu") as small:
+        x = torch.randn(3, 5).bfloat16().requires_grad_()
+        weights = torch.rand(3, 1, requires_grad=True)
+        d = thunderep.dispatch(x, torch.tensor([[0], [1], [0]]), weights, 2, small)
+        (d.recv_x.sum() + 2 * d.recv_topk_weights.sum()).backward()
+        assert x.grad is not None
+        assert weights.grad is not None
+        assert torch.equal(x.grad, torch.ones_like(x))
+        assert torch.equal(weights.grad, torch.full((3, 1), 2.0))
+        wide = thunderep.combine(torch.ones(3, 5), d, small)  # float32 through a bfloat16 Buffer
+        assert torch.equal(wide, torch.ones(3, 5))

@@ -26,6 +26,7 @@ from thunderep.runtime.plan import (
     Step,
     Wait,
     plan_combine,
+    plan_combine_in_place,
     plan_dispatch,
 )
 
@@ -49,6 +50,12 @@ def combine(
     most = max(rows) + 1
     schedules = tuple(plan_combine(r, rows, row_bytes, most, staging, bank, ways) for r in range(len(rows)))
     return Operation(schedules, expect_combine(rows, row_bytes, most))
+
+
+def combine_in_place(rows: Sequence[int], bank: int, staging: Staging = RING, row_bytes: Sequence[int] = FIT) -> Operation:
+    most = max(rows) + 1
+    schedules = tuple(plan_combine_in_place(r, rows, row_bytes, most, staging, bank) for r in range(len(rows)))
+    return Operation(tuple(s for s in schedules if s is not None), expect_combine(rows, row_bytes, most))
 
 
 class Site(NamedTuple):
@@ -118,6 +125,17 @@ CLEAN: dict[str, list[Operation]] = {
     ],
     "2 ranks, one operation in one bank again and again": [dispatch([2, 2], 0)] * 4,
     "2 ranks, three graphs in any order": [combine([1, 2], b) if b else dispatch([2, 1], b) for b in (0, 0, 1, 1, 0)],
+    "2 ranks, combines in place": [combine_in_place([2, 2], i % 2) for i in range(3)],
+    "2 ranks, combines in place between dispatches": [
+        dispatch([2, 2], 0),
+        combine_in_place([2, 1], 1, RING, (101, 7)),
+        dispatch([3, 2], 0),
+        combine_in_place([2, 0], 1),
+    ],
+    "3 ranks, combines in place, ragged": [
+        combine_in_place([2, 1, 0], 0, Staging(8, 256)),
+        dispatch([1, 1, 1], 1, Staging(8, 256)),
+    ],
     "3 ranks, 2 dispatches of 2 chunks": [dispatch([2, 2, 2], i) for i in range(2)],
     "3 ranks, 3 dispatches of 2 chunks": [dispatch([2, 2, 2], i % 2) for i in range(3)],
     "3 ranks, dispatch, combine, dispatch": [dispatch([2, 2, 2], 0), combine([1, 1, 1], 1), dispatch([2, 2, 2], 0)],
@@ -148,6 +166,7 @@ GRAPHS: dict[str, Operation] = {
     "2 ranks, combine": combine([2, 1], 1),
     "2 ranks, streaming": dispatch([4, 2], 0, NARROW),
     "2 ranks, odd payloads": dispatch([3, 2], 0, RING, (101, 7)),
+    "2 ranks, combine in place": combine_in_place([1, 1], 1),
     "3 ranks": dispatch([1, 1, 1], 0),
     "3 ranks, combine": combine([1, 1, 1], 0),
     "3 ranks, ragged": dispatch([2, 0, 1], 1),

@@ -59,7 +59,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "max_tokens": ({"max_tokens": True}, "max_tokens: got True"),
     "dtype": ({"dtype": torch.float64}, "dtype: got torch.float64, expected one of"),
     "device": ({"device": "meta"}, "device: got meta"),
-    "shm on a GPU": ({"device": "cuda:0", "transport": "shm"}, "transport: 'shm' moves CPU tensors, but the device is cuda:0"),
+    "shm on a GPU": ({"device": "cuda:0", "transport": "shm"}, "transport: 'shm' moves cpu tensors, but the device is cuda:0"),
     "timeout": ({"timeout": 0}, "timeout: got 0"),
     "staging_bytes": ({"staging_bytes": 1.5}, "staging_bytes: got 1.5"),
     "name": ({"name": 7}, "name: got 7"),

@@ -9,7 +9,6 @@ import torch
 from thunderep.buffer import Buffer, lookup
 from thunderep.ops.library import library
 from thunderep.ops.rows import require, require_device, rows_sum
-from thunderep.placement import local_experts
 from thunderep.runtime.transport import DTYPES, KINDS, Call
 
 ROW_DTYPES = DTYPES[:7]
@@ -72,34 +71,46 @@ def _dispatch(
     if x_scales is not None:
         inputs.append(x_scales.contiguous())
     outputs = [t.new_empty(owner.num_ranks * max_rows, t.shape[1]) for t in inputs]
+    if x.is_cuda and tokens < max_rows:  # no rank's host learns how many tokens the others have
+        inputs[1] = topk_idx.new_full((max_rows, owner.topk), -1)
+        inputs[1][:tokens] = topk_idx
     call = Call(
-        KINDS.index("dispatch"), tokens, max_rows, DTYPES.index(x.dtype), owner.hidden, owner.topk,
-        DTYPES.index(topk_idx.dtype), -1 if x_scales is None else x_scales.shape[1],
-    )  # fmt: skip
+        kind=KINDS.index("dispatch"),
+        tokens=tokens,
+        max_tokens=max_rows,
+        dtype=DTYPES.index(x.dtype),
+        hidden=owner.hidden,
+        topk=owner.topk,
+        idx_dtype=DTYPES.index(topk_idx.dtype),
+        scales=-1 if x_scales is None else x_scales.shape[1],
+    )
     with owner.operation() as transport:
         rows = transport.dispatch(call, inputs, outputs)
     recv_x, recv_idx, recv_weights = outputs[:3]
-    _localize(owner, recv_idx, recv_weights, rows, max_rows)
     recv_scales = outputs[3] if x_scales is not None else recv_weights.new_empty(recv_x.shape[0], 0)
-    return recv_x, recv_idx, recv_weights, recv_scales, _is_token_in_rank(owner, topk_idx)
+    in_rank = _localize(owner, recv_idx, recv_weights, rows, inputs[1][:tokens])
+    return recv_x, recv_idx, recv_weights, recv_scales, in_rank
 
 
-def _localize(owner: Buffer, idx: torch.Tensor, weights: torch.Tensor, rows: list[int], max_rows: int) -> None:
-    """Turn received global ids into local ones, in place: -1, and weight 0, for padding and for other ranks' experts."""
+def _localize(owner: Buffer, idx: torch.Tensor, weights: torch.Tensor, rows: list[int], sent_idx: torch.Tensor) -> torch.Tensor:
+    """Turn received global ids into local ones, in place: -1, and weight 0, for padding and for other ranks' experts.
+
+    Returns:
+        [T, N] bool: token i, of which sent_idx is [T, K], went to rank r.
+    """
+    if idx.is_cuda:
+        from thunderep.ops.kernels.localize import in_rank, localize
+
+        localize(idx, weights, owner.local_experts)
+        return in_rank(sent_idx, owner.expert_bounds, owner.bad_ids)
+    max_rows = len(idx) // owner.num_ranks
     for rank, count in enumerate(rows):
-        if count < max_rows:
-            idx[rank * max_rows + count : (rank + 1) * max_rows] = -1
+        idx[rank * max_rows + count : (rank + 1) * max_rows] = -1
     mine = owner.local_experts
     elsewhere = (idx < mine.start) | (idx >= mine.stop)
     idx.sub_(mine.start).masked_fill_(elsewhere, -1)
     weights.masked_fill_(elsewhere, 0.0)
-
-
-def _is_token_in_rank(owner: Buffer, topk_idx: torch.Tensor) -> torch.Tensor:
-    """[T, N] bool: token i chose an expert of rank r."""
-    starts = [local_experts(owner.num_experts, rank, owner.num_ranks).start for rank in range(owner.num_ranks)]
-    bounds = torch.tensor([*starts, owner.num_experts], dtype=topk_idx.dtype, device=topk_idx.device)
-    chosen = topk_idx.unsqueeze(-1)
+    chosen, bounds = sent_idx.unsqueeze(-1), owner.expert_bounds
     return ((chosen >= bounds[:-1]) & (chosen < bounds[1:])).any(dim=1)
 
 

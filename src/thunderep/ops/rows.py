@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from thunderep.buffer import Buffer
-from thunderep.runtime.transport import DTYPES, KINDS, Call
+from thunderep.runtime.transport import DTYPES, KINDS, ByRank, Call
 
 _BLOCK_ROWS = 128
 """Rows that are summed at a time on the CPU: their float32 sums stay in its cache."""
@@ -45,7 +45,6 @@ def rows_sum(owner: Buffer, kind: str, payloads: Sequence[torch.Tensor], is_toke
     """
     payloads = [payload.contiguous() for payload in payloads]
     tokens, max_rows = is_token_in_rank.shape[0], payloads[0].shape[0] // owner.num_ranks
-    parts = [torch.empty_like(payload) for payload in payloads]
     call = Call(
         KINDS.index(kind),
         tokens,
@@ -54,30 +53,34 @@ def rows_sum(owner: Buffer, kind: str, payloads: Sequence[torch.Tensor], is_toke
         payloads[0].shape[1],
         sum(p.shape[1] for p in payloads[1:]),
     )
-    with owner.operation() as transport:
-        transport.combine(call, payloads, parts)
-    results = []
-    for payload, part in zip(payloads, parts, strict=True):
-        sources = [payload if rank == owner.rank else part for rank in range(owner.num_ranks)]
-        by_rank = [source[rank * max_rows :][:tokens] for rank, source in enumerate(sources)]
-        results.append(_sum_in_rank_order(by_rank, is_token_in_rank))
-    return results
+    with owner.operation() as transport, transport.combine(call, payloads, owner.scratch) as received:
+        return [
+            _sum(payload.unflatten(0, (owner.num_ranks, max_rows))[owner.rank], by_rank, is_token_in_rank, owner.rank)
+            for payload, by_rank in zip(payloads, received, strict=True)
+        ]
 
 
-def _sum_in_rank_order(by_rank: Sequence[torch.Tensor], is_token_in_rank: torch.Tensor) -> torch.Tensor:
-    """Sum [T, C] tensors of all ranks where their column of [T, N] is set, in float32, and round once."""
-    tokens, width = by_rank[0].shape
-    result = by_rank[0].new_empty(tokens, width)
-    if result.device.type != "cpu":  # a mask costs more than picking rows, but needs no row numbers on the host
-        total = result.new_zeros(tokens, width, dtype=torch.float32)
-        for rank, part in enumerate(by_rank):
-            total += part.masked_fill(~is_token_in_rank[:, rank : rank + 1], 0)
-        return result.copy_(total)
-    for start in range(0, tokens, _BLOCK_ROWS):
-        rows = slice(start, start + _BLOCK_ROWS)
-        total = torch.zeros(result[rows].shape, dtype=torch.float32)
-        for rank, part in enumerate(by_rank):
-            chosen = is_token_in_rank[rows, rank].nonzero().squeeze(1)
-            total.index_add_(0, chosen, part[rows].index_select(0, chosen).float())
-        result[rows] = total
+def _sum(own: torch.Tensor, by_rank: ByRank, is_token_in_rank: torch.Tensor, rank: int) -> torch.Tensor:
+    """Sum in rank order, float32, what this rank (`own`, [M, C]) and the others hold for each token, and round once."""
+    if isinstance(by_rank, torch.Tensor) and by_rank.is_cuda:
+        from thunderep.ops.kernels.rank_sum import rank_sum
+
+        return rank_sum(own, by_rank, is_token_in_rank, rank)
+    tokens, width = is_token_in_rank.shape[0], own.shape[1]
+    absent = [(~went).nonzero().squeeze(1) for went in is_token_in_rank.unbind(1)]
+    for other, rows in enumerate(absent):
+        if other != rank:  # the +0 that these become changes no sum that began with +0
+            by_rank[other].index_fill_(0, rows, 0)
+    parts = [(own if other == rank else by_rank[other])[:tokens].split(_BLOCK_ROWS) for other in range(len(absent))]
+    result = own.new_empty(tokens, width)
+    total, wide = (torch.empty(min(_BLOCK_ROWS, tokens), width) for _ in range(2))
+    for i, block in enumerate(result.split(_BLOCK_ROWS)):
+        sum_, part = total[: len(block)].zero_(), wide[: len(block)]
+        for other, blocks in enumerate(parts):
+            part.copy_(blocks[i])
+            if other == rank:
+                here = slice(i * _BLOCK_ROWS, i * _BLOCK_ROWS + len(block))
+                part.index_fill_(0, (~is_token_in_rank[here, rank]).nonzero().squeeze(1), 0)
+            sum_ += part
+        block.copy_(sum_)
     return result

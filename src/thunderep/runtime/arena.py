@@ -9,7 +9,7 @@ Layout, for N ranks:
 | part | size | written by |
 | --- | --- | --- |
 | token | 64 bytes: proves that an attached segment is this one | creator, once |
-| control | N x 512 bytes: status, doorbell, announcements of one rank (`CONTROL_*`) | its rank; doorbell: anyone |
+| control | N x 1024 bytes: status, doorbell, announcements, lanes of one rank (`CONTROL_*`) | its rank; doorbell: anyone |
 | flags | N owners x slots x N readers x 64 bytes, a cache line each (`plan.Flag`) | owner and reader in turn |
 | staging | N x `Staging.nbytes`, page-aligned | owner |
 """
@@ -32,7 +32,7 @@ from thunderep.runtime.plan import Flag, Staging
 
 PREFIX = "thunderep-"
 TOKEN_BYTES = 64
-CONTROL_BYTES = 512
+CONTROL_BYTES = 1024
 FLAG_BYTES = 64
 
 CONTROL_STATUS = 0
@@ -42,6 +42,12 @@ CONTROL_DOORBELL = 64
 CONTROL_ANNOUNCE = 128
 """Offset of the rank's two announcement records of `ANNOUNCE_BYTES` each, used in turn."""
 ANNOUNCE_BYTES = 128
+CONTROL_PROBE = 448
+"""Offset of a word to try things on."""
+
+CONTROL_LANES = 512
+"""Offset of a word for each lane of a GPU's operation: 1 while it is under way."""
+MAX_LANES = (CONTROL_BYTES - CONTROL_LANES) // 4
 
 Kind = Literal["memfd", "file"]
 
@@ -62,10 +68,14 @@ class Layout:
         line = (flag.owner * self.staging.slots + flag.slot) * self.num_ranks + flag.reader
         return self.control(self.num_ranks, 0) + line * FLAG_BYTES
 
+    @property
+    def flags(self) -> slice:
+        """Where all flags lie."""
+        return slice(self.flag(Flag(0, 0, 0)), self.flag(Flag(self.num_ranks, 0, 0)))
+
     def slots(self, rank: int) -> int:
         """Where a rank's staging begins."""
-        flags_end = self.flag(Flag(self.num_ranks, 0, 0))
-        return _page_align(flags_end) + rank * _page_align(self.staging.nbytes)
+        return _page_align(self.flags.stop) + rank * _page_align(self.staging.nbytes)
 
     @property
     def nbytes(self) -> int:

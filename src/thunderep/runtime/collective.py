@@ -6,12 +6,13 @@ before anything moves where that costs no GPU synchronisation, that is for CPU t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from thunderep.runtime.transport import Call, agree
+from thunderep.runtime.transport import ByRank, Call, Scratch, agree
 from thunderep.runtime.watchdog import PeerError, Watchdog
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -41,16 +42,18 @@ class CollectiveTransport:
                 continue
             padded = sent.new_empty(max_rows, *sent.shape[1:])
             padded[: len(sent)] = sent
-            _bytes(padded[len(sent) :]).fill_(0xFF)  # an id there reads -1, also where the host does not learn T of its peers
             self._run(lambda o=received, i=padded: _all_gather(_bytes(o), _bytes(i), group=self._group))
         return rows
 
-    def combine(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    @contextlib.contextmanager
+    def combine(self, call: Call, inputs: Sequence[torch.Tensor], scratch: Scratch) -> Iterator[list[ByRank]]:
         """Give every rank back the rows that stem from it."""
         self._announce(call, inputs[0].device)
+        outputs = scratch(inputs)
         for sent, received in zip(inputs, outputs, strict=True):
             if sent.numel():
                 self._run(lambda o=received, i=sent: dist.all_to_all_single(_bytes(o), _bytes(i), group=self._group))
+        yield [output.unflatten(0, (self._num_ranks, call.max_tokens)) for output in outputs]
 
     def check(self) -> None:
         """Raise the error that broke this transport, if one did."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Sequence
 
 from thunderep.runtime import arena
 from thunderep.runtime.futex import fence, futex_wait, futex_wake
@@ -71,22 +70,27 @@ class Control:
         self._watchdog.close()
         self._segment.close()
 
+    def post(self, call: Call) -> int:
+        """Write this rank's next call down, waiting for nobody. Returns where in the control blocks."""
+        self.check()
+        if self._closing:
+            raise RuntimeError("the Buffer is closed")
+        self.sequence += 1
+        at = arena.CONTROL_ANNOUNCE + self.sequence % 2 * arena.ANNOUNCE_BYTES
+        memory, record = self._segment.bytes, self._layout.control(self._rank, at)
+        _RECORD.pack_into(memory, record, 0, *call.as_tuple())
+        fence()  # whoever sees the sequence number sees the call
+        _SEQUENCE.pack_into(memory, record, self.sequence)
+        return at
+
     def announce(self, call: Call) -> list[int]:
         """Tell all ranks this rank's next call and return T of all ranks.
 
         A record may be written again two operations later: a rank announces an operation only after all have
         announced the one before it, and so have read the records of the one before that.
         """
-        self.check()
-        if self._closing:
-            raise RuntimeError("the Buffer is closed")
-        self.sequence += 1
-        sequence, name = self.sequence, KINDS[call.kind]
-        at = arena.CONTROL_ANNOUNCE + sequence % 2 * arena.ANNOUNCE_BYTES
-        memory = self._segment.bytes
-        _RECORD.pack_into(memory, self._layout.control(self._rank, at), 0, *call.as_tuple())
-        fence()  # whoever sees the sequence number sees the call
-        _SEQUENCE.pack_into(memory, self._layout.control(self._rank, at), sequence)
+        at = self.post(call)
+        sequence, name, memory = self.sequence, KINDS[call.kind], self._segment.bytes
         self.ring(self._peers)
         records = [self._layout.control(rank, at) for rank in range(self._layout.num_ranks)]
         absent = list(self._peers)
@@ -129,7 +133,21 @@ class Control:
                         looked = now
                         verdict = self._gone(waits_for(), what, now - since)
         except BaseException as error:
-            self._break(error)
+            self.give_up(error)
+            raise
+
+    def awaited(self) -> list[int]:
+        """The peers that an operation may still wait for, those that have written down the fewest first.
+
+        A peer that closed its Buffer after as many operations as this rank has done its part in all of them.
+        """
+        done = {rank: self._last_operation(rank)[0] for rank in self._peers}
+        left = [rank for rank in self._peers if self._status(rank)[0] != _CLOSED or done[rank] < self.sequence]
+        return sorted(left, key=lambda rank: done[rank])
+
+    def verdict(self, ranks: Sequence[int], what: str, seconds: float) -> PeerError | None:
+        """A PeerError if what this rank has waited for from `ranks`, for so many seconds, cannot come any more."""
+        return self._gave_up(ranks, what) or self._gone(ranks, what, seconds)
 
     def _gave_up(self, ranks: Sequence[int], what: str) -> PeerError | None:
         """A PeerError if one of `ranks` has closed its Buffer, or any peer has found the Buffer broken."""
@@ -188,15 +206,14 @@ class Control:
         records = (self._layout.control(rank, arena.CONTROL_ANNOUNCE + i * arena.ANNOUNCE_BYTES) for i in (0, 1))
         return max(_RECORD.unpack_from(self._segment.bytes, record)[:2] for record in records)
 
-    def _break(self, error: BaseException) -> NoReturn:
-        """Let nobody wait for this rank: the Buffer is broken from here on. Raises `error`."""
+    def give_up(self, error: BaseException) -> None:
+        """Let nobody wait for this rank: the Buffer is broken from here on."""
         if isinstance(error, PeerError):
             self._broken, blamed = error, error.rank
         else:
             blamed = self._rank
             self._broken = PeerError(f"rank {blamed}: an operation was interrupted by {type(error).__name__}", blamed)
         self._set_status(_BROKEN, blamed)
-        raise error
 
     def _set_status(self, status: int, blamed: int) -> None:
         word = self._word(self._rank)
@@ -205,7 +222,7 @@ class Control:
         self._segment.words[word] = status
         self.ring(self._peers)
 
-    def ring(self, ranks: Sequence[int]) -> None:
+    def ring(self, ranks: Iterable[int]) -> None:
         """Wake `ranks`, after everything that this rank wrote before.
 
         A doorbell gets a value that it did not have: the ringer and its own count. So a rank that read its doorbell,

@@ -7,21 +7,20 @@ thread, each until it would wait; when all would, the thread sleeps.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from thunderep.runtime import arena
 from thunderep.runtime.control import Control
 from thunderep.runtime.futex import fence
-from thunderep.runtime.plan import Copy, Flag, Lane, Schedule, Signal, plan_combine, plan_dispatch
-from thunderep.runtime.transport import Call
-from thunderep.runtime.watchdog import Watchdog
-
-_Program = tuple[tuple["_Instruction", ...], ...]
+from thunderep.runtime.plan import Copy, Flag, Place, Schedule, Signal, Step, plan_combine, plan_combine_in_place, plan_dispatch
+from thunderep.runtime.transport import ByRank, Call, Scratch
 
 
 class _CopyOf:
@@ -43,6 +42,25 @@ class _FlagsOf:
 
 
 _Instruction = _CopyOf | _FlagsOf
+_Lane = tuple[_Instruction, ...]
+
+
+class _Key(NamedTuple):
+    """What a program depends on."""
+
+    kind: str
+    rows: tuple[int, ...]
+    row_bytes: tuple[int, ...]
+    max_rows: int
+    bank: int
+
+
+class _Program(NamedTuple):
+    """A schedule, ready to run. What is lent, by payload and rank, is an address in a peer's staging until `after` has run."""
+
+    lanes: tuple[_Lane, ...]
+    lent: list[list[int | None]] | None = None
+    after: tuple[_Lane, ...] = ()
 
 
 class HostTransport:
@@ -52,15 +70,14 @@ class HostTransport:
         segment: The mapped segment.
         layout: What lies where in it.
         rank: This rank.
-        watchdog: Watches the peers' processes; closed with the transport.
-        timeout: Seconds that a peer may be silent.
+        control: This rank's control block; closed with the transport.
     """
 
-    def __init__(self, segment: arena.Segment, layout: arena.Layout, rank: int, watchdog: Watchdog, timeout: float) -> None:
+    def __init__(self, segment: arena.Segment, layout: arena.Layout, rank: int, control: Control) -> None:
         self._segment = segment
         self._layout = layout
         self._rank = rank
-        self._control = Control(segment, layout, rank, watchdog, timeout)
+        self._control = control
         self._lock = threading.Lock()
         self._program = lru_cache(maxsize=256)(self._make_program)
 
@@ -68,18 +85,29 @@ class HostTransport:
         """Give every rank all rows of all ranks."""
         with self._lock:
             rows = self._control.announce(call)
-            row_bytes = tuple(t[0].numel() * t.element_size() if len(t) else 0 for t in outputs)
-            max_rows = outputs[0].shape[0] // self._layout.num_ranks
-            self._execute(("dispatch", tuple(rows), row_bytes, max_rows, self._control.sequence % 2), inputs, outputs)
+            program = self._program(self._key("dispatch", call, rows, outputs))
+            self._execute("dispatch", program.lanes, inputs, outputs)
             return rows
 
-    def combine(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Give every rank back the rows that stem from it."""
+    @contextlib.contextmanager
+    def combine(self, call: Call, inputs: Sequence[torch.Tensor], scratch: Scratch) -> Iterator[list[ByRank]]:
+        """Give every rank back the rows that stem from it: where they lie in the staging, if the call fits there."""
         with self._lock:
             rows = self._control.announce(call)
-            row_bytes = tuple(t[0].numel() * t.element_size() if len(t) else 0 for t in inputs)
-            max_rows = inputs[0].shape[0] // self._layout.num_ranks
-            self._execute(("combine", tuple(rows), row_bytes, max_rows, self._control.sequence % 2), inputs, outputs)
+            program = self._program(self._key("combine", call, rows, inputs))
+            if program.lent is None:
+                outputs = scratch(inputs)
+                self._execute("combine", program.lanes, inputs, outputs)
+                yield [output.unflatten(0, (self._layout.num_ranks, call.max_tokens)) for output in outputs]
+            else:
+                self._execute("combine", program.lanes, inputs)
+                try:
+                    yield [
+                        [_rows_at(address, call.tokens, like) for address in addresses]
+                        for addresses, like in zip(program.lent, inputs, strict=True)
+                    ]
+                finally:
+                    self._execute("combine", program.after)
 
     def check(self) -> None:
         """Raise the error that broke this transport, if one did."""
@@ -91,21 +119,23 @@ class HostTransport:
             with self._lock:
                 self._control.close()
 
+    def _key(self, kind: str, call: Call, rows: Sequence[int], tensors: Sequence[torch.Tensor]) -> _Key:
+        row_bytes = tuple(t.numel() // len(t) * t.element_size() if len(t) else 0 for t in tensors)
+        return _Key(kind, tuple(rows), row_bytes, call.max_tokens, self._control.sequence % 2)
+
     def _execute(
-        self,
-        key: tuple[str, tuple[int, ...], tuple[int, ...], int, int],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
+        self, kind: str, lanes: Sequence[_Lane], inputs: Sequence[torch.Tensor] = (), outputs: Sequence[torch.Tensor] = ()
     ) -> None:
         bases = (0, *(t.data_ptr() for t in inputs), *(t.data_ptr() for t in outputs))
-        lanes = [_Runner(self._segment.words, self._control.ring, lane, bases) for lane in self._program(*key)]
-        blocked = lanes
+        blocked = [_Runner(self._segment.words, lane, bases) for lane in lanes]
 
         def advance() -> bool:
             nonlocal blocked
             moved = False
             for lane in blocked:
                 moved |= lane.advance()
+                self._control.ring(lane.to_wake)  # once for all that it signalled: a wake costs as much as a small copy
+                lane.to_wake.clear()
             blocked = [lane for lane in blocked if not lane.ended]
             return moved
 
@@ -113,45 +143,68 @@ class HostTransport:
             advance,
             lambda: not blocked,
             lambda: sorted({rank for lane in blocked for rank in lane.waits_for()}),
-            f"{key[0]} {self._control.sequence}: its rows or credits",
+            f"{kind} {self._control.sequence}: its rows or credits",
         )
 
-    def _make_program(self, kind: str, rows: tuple[int, ...], row_bytes: tuple[int, ...], max_rows: int, bank: int) -> _Program:
-        planner = plan_dispatch if kind == "dispatch" else plan_combine
-        schedule = planner(self._rank, rows, row_bytes, max_rows, self._layout.staging, bank)
-        return tuple(tuple(self._instructions(schedule, lane, len(row_bytes))) for lane in schedule.lanes)
+    def _make_program(self, key: _Key) -> _Program:
+        shape = (self._rank, key.rows, key.row_bytes, key.max_rows, self._layout.staging, key.bank)
+        schedule = plan_combine_in_place(*shape) if key.kind == "combine" else None
+        if schedule is not None:
+            return self._lend(schedule, len(key.row_bytes))
+        schedule = (plan_combine if key.kind == "combine" else plan_dispatch)(*shape)
+        return _Program(tuple(self._instructions(schedule.rank, lane.steps, len(key.row_bytes)) for lane in schedule.lanes))
 
-    def _instructions(self, schedule: Schedule, lane: Lane, payloads: int) -> Iterator[_Instruction]:
-        def locate(kind: str, rank: int, index: int, offset: int) -> tuple[int, int]:
-            if kind == "staging":
-                return 0, self._segment.address + self._layout.slots(rank) + offset
-            return 1 + index + (payloads if kind == "output" else 0), offset
+    def _lend(self, schedule: Schedule, payloads: int) -> _Program:
+        """Of what is received, only the addresses: whoever sums the rows reads them there, then the slots are given back."""
+        addresses: list[list[int | None]] = [[None] * self._layout.num_ranks for _ in range(payloads)]
+        lanes: list[_Lane] = []
+        after: list[_Lane] = []
+        for lane in schedule.lanes:
+            if lane.name == "receive":
+                chunks, *copies, credits = lane.steps
+                for copy in reversed(copies):  # the first of a payload has its beginning
+                    assert isinstance(copy, Copy)
+                    addresses[copy.dst.memory.payload][copy.src.memory.rank] = self._staging(copy.src)
+                lanes.append(self._instructions(schedule.rank, (chunks,), payloads))
+                after.append(self._instructions(schedule.rank, (credits,), payloads))
+            else:
+                lanes.append(self._instructions(schedule.rank, lane.steps, payloads))
+        return _Program(tuple(lanes), addresses, tuple(after))
 
-        for step in lane.steps:
+    def _instructions(self, rank: int, steps: Sequence[Step], payloads: int) -> _Lane:
+        def locate(place: Place) -> tuple[int, int]:
+            if place.memory.kind == "staging":
+                return 0, self._staging(place)
+            return 1 + place.memory.payload + (payloads if place.memory.kind == "output" else 0), place.offset
+
+        instructions: list[_Instruction] = []
+        for step in steps:
             if isinstance(step, Copy):
-                src = locate(*step.src.memory, step.src.offset)
-                dst = locate(*step.dst.memory, step.dst.offset)
-                yield _CopyOf(*src, *dst, step.nbytes)
+                instructions.append(_CopyOf(*locate(step.src), *locate(step.dst), step.nbytes))
             else:
                 words = tuple(self._layout.flag(flag) // 4 for flag in step.flags)
-                ranks = tuple(_other_end(flag, schedule.rank) for flag in step.flags)
-                yield _FlagsOf(isinstance(step, Signal), words, step.value, ranks)
+                ranks = tuple(_other_end(flag, rank) for flag in step.flags)
+                instructions.append(_FlagsOf(isinstance(step, Signal), words, step.value, ranks))
+        return tuple(instructions)
+
+    def _staging(self, place: Place) -> int:
+        return self._segment.address + self._layout.slots(place.memory.rank) + place.offset
 
 
 class _Runner:
     """One lane under way."""
 
-    __slots__ = ("_at", "_bases", "_instructions", "_ring", "_words", "ended")
+    __slots__ = ("_at", "_bases", "_instructions", "_words", "ended", "to_wake")
 
     def __init__(
         self,
         words: memoryview,
-        ring: Callable[[Sequence[int]], None],
         instructions: tuple[_Instruction, ...],
         bases: tuple[int, ...],
     ) -> None:
-        self._words, self._ring, self._instructions, self._bases = words, ring, instructions, bases
+        self._words, self._instructions, self._bases = words, instructions, bases
         self._at = 0
+        self.to_wake: set[int] = set()
         self.ended = not instructions
 
     def advance(self) -> bool:
@@ -165,7 +218,7 @@ class _Runner:
                 fence()  # the copies of this lane are visible before the flags that tell of them
                 for word in step.words:
                     words[word] = step.value
-                self._ring(step.ranks)
+                self.to_wake.update(step.ranks)
             elif any(words[word] != step.value for word in step.words):
                 break
             else:
@@ -179,6 +232,14 @@ class _Runner:
         step = self._instructions[self._at]
         if isinstance(step, _FlagsOf):
             yield from (rank for word, rank in zip(step.words, step.ranks, strict=True) if self._words[word] != step.value)
+
+
+def _rows_at(address: int | None, rows: int, like: torch.Tensor) -> torch.Tensor:
+    """[rows, ...] as `like` has it in the memory at `address`; none at all where there is none."""
+    nbytes = rows * like[:1].nbytes
+    if address is None or nbytes == 0:
+        return like.new_empty(0, *like.shape[1:])
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=like.dtype).view(rows, *like.shape[1:])
 
 
 def _other_end(flag: Flag, rank: int) -> int:

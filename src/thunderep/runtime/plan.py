@@ -22,7 +22,7 @@ in bytes unless they are called rows. Python integers have no width, so nothing 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -159,6 +159,13 @@ class _Piece(NamedTuple):
     nbytes: int
 
 
+class _Chunk(NamedTuple):
+    slot: int
+    at: int  # where the slot begins in the staging
+    message: Message
+    pieces: list[_Piece]
+
+
 def dispatch_messages(owner: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int) -> tuple[Message, ...]:
     """A dispatch sends one message: all rows of every payload, to all peers. Rank r's row i lands in row r * M + i."""
     sections = tuple(
@@ -219,67 +226,94 @@ def plan_combine(
     return _plan(rank, outgoing, (), staging, bank, ways)
 
 
+def plan_combine_in_place(
+    rank: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int, staging: Staging, bank: int
+) -> Schedule | None:
+    """The schedule of one rank's combine whose rows are used where they lie, or None if a rank's do not fit half a ring.
+
+    Every message takes slots side by side, so what a rank receives from a peer is in one piece. All that it receives is
+    one lane: wait for everything, then the copies, then give all slots back. Who executes the schedule may use the
+    copies' sources instead of copying.
+    """
+    _validate(rank, rows, max_rows, bank)
+    outgoing = [combine_messages(owner, rows, row_bytes, max_rows) for owner in range(len(rows))]
+    rings = [_side_by_side(messages, staging, bank) for messages in outgoing]
+    if any(len(ring) > staging.slots // 2 for ring in rings):
+        return None
+    send = [step for _, steps in _send(rank, len(rows), rings[rank]) for step in steps]
+    received = [step for owner in _peers(rank, len(rows)) for _, steps in _receive(rank, owner, rings[owner]) for step in steps]
+    copies = [step for step in received if isinstance(step, Copy)]
+    receive: list[Step] = []
+    if copies:
+        chunks = tuple(flag for step in received if isinstance(step, Wait) for flag in step.flags)
+        receive = [Wait(chunks, 1), *copies, Signal(chunks, 0)]
+    lanes = (Lane("send", tuple(send)), Lane("receive", tuple(receive)))
+    return Schedule(rank, tuple(lane for lane in lanes if lane.steps))
+
+
 def _plan(
     rank: int, outgoing: Sequence[Sequence[Message]], local: tuple[Copy, ...], staging: Staging, bank: int, ways: int
 ) -> Schedule:
-    chunks = {"send": _send(rank, len(outgoing), outgoing[rank], staging, bank)}
+    chunks = {"send": _send(rank, len(outgoing), _ring(outgoing[rank], staging, bank))}
     for owner in reversed(_peers(rank, len(outgoing))):
-        chunks[f"receive from {owner}"] = _receive(rank, owner, outgoing[owner], staging, bank)
+        chunks[f"receive from {owner}"] = _receive(rank, owner, _ring(outgoing[owner], staging, bank))
     lanes = []
     for name, steps in chunks.items():
         by_way: list[list[Step]] = [[] for _ in range(ways)]
         for slot, chunk in steps:
-            # By slot, so that whatever comes into a slot stays in one lane and in order: a flag does not say whose chunk it means.
+            # By slot, so that all that comes into a slot stays in one lane, in order: a flag does not say which chunk it means.
             by_way[slot // len(outgoing[rank]) % ways] += chunk
         lanes += [Lane(f"{name}, way {way}" if ways > 1 else name, tuple(lane)) for way, lane in enumerate(by_way)]
-    lanes.append(Lane("local", local))
+    lanes.insert(ways, Lane("local", local))  # after sending, while what is sent is in a CPU's cache
     return Schedule(rank, tuple(lane for lane in lanes if lane.steps))
 
 
-def _send(
-    rank: int, num_ranks: int, messages: Sequence[Message], staging: Staging, bank: int
-) -> Iterator[tuple[int, list[Step]]]:
+def _send(rank: int, num_ranks: int, ring: Iterable[_Chunk]) -> Iterator[tuple[int, list[Step]]]:
     """For each chunk that the rank sends its slot and steps."""
-    for slot, message, pieces in _ring(messages, staging, bank):
-        yield slot, [
-            # The credit: every reader's earlier copies out of this slot are done, whatever operation they belonged to.
-            Wait(tuple(Flag(rank, slot, peer) for peer in _peers(rank, num_ranks)), 0),
-            *(
-                Copy(
-                    Place(Memory("input", rank, piece.section.payload), piece.section.src + piece.at),
-                    Place(Memory("staging", rank), slot * staging.slot_bytes + piece.slot_offset),
-                    piece.nbytes,
-                )
-                for piece in pieces
-            ),
-            # Makes the chunk visible to its readers.
-            Signal(tuple(Flag(rank, slot, reader) for reader in message.readers), 1),
-        ]
+    for slot, at, message, pieces in ring:
+        yield (
+            slot,
+            [
+                # The credit: every reader's earlier copies out of this slot are done, whatever operation they belonged to.
+                Wait(tuple(Flag(rank, slot, peer) for peer in _peers(rank, num_ranks)), 0),
+                *(
+                    Copy(
+                        Place(Memory("input", rank, piece.section.payload), piece.section.src + piece.at),
+                        Place(Memory("staging", rank), at + piece.slot_offset),
+                        piece.nbytes,
+                    )
+                    for piece in pieces
+                ),
+                # Makes the chunk visible to its readers.
+                Signal(tuple(Flag(rank, slot, reader) for reader in message.readers), 1),
+            ],
+        )
 
 
-def _receive(
-    rank: int, owner: int, messages: Sequence[Message], staging: Staging, bank: int
-) -> Iterator[tuple[int, list[Step]]]:
+def _receive(rank: int, owner: int, ring: Iterable[_Chunk]) -> Iterator[tuple[int, list[Step]]]:
     """For each chunk that the rank receives from `owner` its slot and steps."""
-    for slot, message, pieces in _ring(messages, staging, bank):
+    for slot, at, message, pieces in ring:
         if rank not in message.readers:
             continue
         flag = (Flag(owner, slot, rank),)
-        yield slot, [
-            Wait(flag, 1),  # the owner's chunk is in the slot
-            *(
-                Copy(
-                    Place(Memory("staging", owner), slot * staging.slot_bytes + piece.slot_offset),
-                    Place(Memory("output", rank, piece.section.payload), piece.section.dst + piece.at),
-                    piece.nbytes,
-                )
-                for piece in pieces
-            ),
-            Signal(flag, 0),  # the credit: this reader's copies are done
-        ]
+        yield (
+            slot,
+            [
+                Wait(flag, 1),  # the owner's chunk is in the slot
+                *(
+                    Copy(
+                        Place(Memory("staging", owner), at + piece.slot_offset),
+                        Place(Memory("output", rank, piece.section.payload), piece.section.dst + piece.at),
+                        piece.nbytes,
+                    )
+                    for piece in pieces
+                ),
+                Signal(flag, 0),  # the credit: this reader's copies are done
+            ],
+        )
 
 
-def _ring(messages: Sequence[Message], staging: Staging, bank: int) -> Iterator[tuple[int, Message, list[_Piece]]]:
+def _ring(messages: Sequence[Message], staging: Staging, bank: int) -> Iterator[_Chunk]:
     """Chunks in the order in which they take slots: the first chunk of every message, then the second, ..."""
     messages = [m for m in messages if m.readers and m.nbytes]
     half, total = staging.slots // 2, sum(m.nbytes for m in messages)
@@ -290,8 +324,16 @@ def _ring(messages: Sequence[Message], staging: Staging, bank: int) -> Iterator[
     for c in range(max((len(chunks) for chunks in chunked), default=0)):
         for message, chunks in zip(messages, chunked, strict=True):
             if c < len(chunks):
-                yield position % staging.slots, message, chunks[c]
+                slot = position % staging.slots
+                yield _Chunk(slot, slot * staging.slot_bytes, message, chunks[c])
                 position += 1
+
+
+def _side_by_side(messages: Sequence[Message], staging: Staging, bank: int) -> list[_Chunk]:
+    """Chunks that fill their slots, each message's in slots that follow each other."""
+    chunks = [(message, pieces) for message in messages if message.readers for pieces in _chunks(message, staging.slot_bytes)]
+    slots = range(bank * staging.slots // 2, bank * staging.slots // 2 + len(chunks))
+    return [_Chunk(slot, slot * staging.slot_bytes, *chunk) for slot, chunk in zip(slots, chunks, strict=True)]
 
 
 def _chunk_bytes(nbytes: int, target: int, staging: Staging) -> int:

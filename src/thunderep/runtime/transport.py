@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -53,6 +54,13 @@ DTYPES = (
 )
 
 
+ByRank = torch.Tensor | Sequence[torch.Tensor]
+"""Tensors of [rows, ...] by rank: one tensor of [N, M, ...], or N tensors."""
+
+Scratch = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+"""Memory for tensors like the given ones, until the operation ends."""
+
+
 class Transport(Protocol):
     """Moves rows between the ranks of one Buffer. All ranks call the same methods in the same order."""
 
@@ -70,14 +78,17 @@ class Transport(Protocol):
         """
         ...
 
-    def combine(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    def combine(self, call: Call, inputs: Sequence[torch.Tensor], scratch: Scratch) -> AbstractContextManager[list[ByRank]]:
         """Give every rank back the rows that stem from it.
 
         Args:
             call: What ranks must agree on.
             inputs: Payloads of [N * M, ...], contiguous; row s * M + i belongs to row i of rank s.
-            outputs: For each payload, contiguous [N * M, ...]: row s * M + i becomes what rank s holds for this rank's
-                row i. This rank's own part, and rows past T, are unspecified.
+            scratch: Gives memory for what must be copied.
+
+        Returns:
+            A context in which, for each payload and rank s other than this one, row i is what rank s holds for this
+            rank's row i, in memory that may be written. This rank's own part, and rows past T, are unspecified.
         """
         ...
 

@@ -1,0 +1,121 @@
+"""The driver: pinned memory, copies on copy engines, and waits that need no SM. The one module that imports cuda-python.
+
+Every call goes through `_call`, which checks its code. cuda-python 12 and 13 both do; a function that is missing is
+named. Streams are the integers that torch calls `cuda_stream`.
+
+Facts used here (CUDA driver API): a stream memory write is ordered after all earlier work of its stream, with a fence, so what
+that work wrote is visible to whoever sees the value; a wait keeps later work of its stream back. Both cost no SM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_BATCH = 255  # operations that one call takes
+
+
+class CudaError(RuntimeError):
+    """A driver call failed."""
+
+
+def _driver() -> Any:
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        try:
+            from cuda import cuda as driver  # cuda-python 12.0 to 12.5
+        except ImportError as error:
+            raise CudaError(f"CUDA tensors over host memory need the package cuda-python: {error}") from error
+    return driver
+
+
+def _call(name: str, *arguments: Any, what: str = "") -> Any:
+    """Call a driver function and return what it gives beside the code; its code is checked here."""
+    driver = _driver()
+    function = getattr(driver, name, None)
+    if function is None:
+        raise CudaError(f"{name} is missing in cuda-python; {_versions(driver)}")
+    code, *results = function(*arguments)
+    if int(code) != 0:
+        _, text = driver.cuGetErrorName(code)
+        shown = text.decode() if isinstance(text, bytes) else str(code)
+        raise CudaError(f"{name}{f' ({what})' if what else ''} failed: {shown}; {_versions(driver)}")
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _versions(driver: Any) -> str:
+    code, version = driver.cuDriverGetVersion()
+    known = f"{version // 1000}.{version % 1000 // 10}" if int(code) == 0 else "unknown"
+    return f"driver for CUDA {known}, cuda-python for CUDA {getattr(driver, 'CUDA_VERSION', 0) / 1000:g}"
+
+
+def register(address: int, nbytes: int) -> int:
+    """Pin host memory for all devices of this process and return the address by which a device knows it.
+
+    Raises:
+        CudaError: It cannot be pinned; the size is in the message.
+    """
+    driver = _driver()
+    flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+    _call("cuMemHostRegister", address, nbytes, flags, what=f"{nbytes} bytes; see ulimit -l and free memory")
+    return int(_call("cuMemHostGetDevicePointer", address, 0))
+
+
+def unregister(address: int) -> None:
+    """Unpin what `register` pinned. Nothing on a device may use it any more."""
+    _call("cuMemHostUnregister", address)
+
+
+def copy(dst: int, src: int, nbytes: int, stream: int) -> None:
+    """Copy between pinned host memory and a device, or within a device, in stream order, on a copy engine."""
+    _call("cuMemcpyAsync", dst, src, nbytes, stream)
+
+
+Operation = tuple[bool, int, int]
+"""A stream memory operation: wait or write, the device's address of a 32-bit word, and its value."""
+
+
+class Batch:
+    """Stream memory operations, built once and issued any number of times: building costs several microseconds each.
+
+    Args:
+        operations: In order; a wait ends when the word has the value.
+    """
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self._parts = []
+        for start in range(0, len(operations), _BATCH):
+            part = [_operation(*operation) for operation in operations[start : start + _BATCH]]
+            self._parts.append((len(part), part))
+
+    def issue(self, stream: int) -> None:
+        """Issue the operations in order on `stream`."""
+        for count, part in self._parts:
+            _call("cuStreamBatchMemOp", stream, count, part, 0)
+
+
+def _operation(wait: bool, address: int, value: int) -> Any:
+    driver = _driver()
+    params = driver.CUstreamBatchMemOpParams()
+    kinds = driver.CUstreamBatchMemOpType
+    if wait:
+        params.operation = kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32
+        part = params.waitValue
+        part.flags = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ.value
+    else:
+        params.operation = kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32
+        part = params.writeValue
+        part.flags = driver.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT.value
+    part.operation = params.operation
+    part.address = address
+    part.value = driver.cuuint32_t(value)
+    return params
+
+
+def probe(word: int, stream: int) -> None:
+    """Raise CudaError unless stream memory operations work on this device, on the word at device address `word`.
+
+    The word must be 0, and is 0 again once the stream has come to here.
+    """
+    Batch([(False, word, 1), (True, word, 1), (False, word, 0)]).issue(stream)
