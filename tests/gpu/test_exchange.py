@@ -1,4 +1,4 @@
-"""dispatch and combine of CUDA tensors against the reference all-to-all, one process a GPU."""
+"""dispatch and combine of CUDA tensors against the reference all-to-all. With one GPU, two processes share it."""
 
 from __future__ import annotations
 
@@ -11,36 +11,42 @@ from hypothesis import given, settings
 
 from tests.dist.exchange import Case, exchange
 from tests.dist.test_exchange import NAMED, cases
+from thunderep.runtime.dma import SHARE
+from thunderep.runtime.plan import MIN_SLOT_BYTES, Staging
 from thunderep.testing.processes import Ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 GPUS = torch.cuda.device_count()
+TRANSPORTS = ["dma", "collective"] if GPUS > 1 else ["dma"]
 
 
 @pytest.fixture(scope="module")
 def gpu_ranks() -> Iterator[Callable[[], Ranks]]:
-    with Ranks(min(4, GPUS), backend="nccl") as ranks:
+    with Ranks(min(4, GPUS), backend="nccl") if GPUS > 1 else Ranks(2, environment={SHARE: "1"}) as ranks:
         yield lambda: ranks
 
 
-def check(ranks: Ranks, case: Case) -> None:
-    case = replace(case, tokens=case.tokens[: ranks.num_ranks], device="cuda", transport="collective", staging_bytes=None)
+def check(ranks: Ranks, case: Case, transport: str) -> None:
+    case = replace(case, tokens=case.tokens[: ranks.num_ranks], device="cuda", transport=transport)
+    if transport == "collective":
+        case = replace(case, staging_bytes=None)
+    elif case.staging_bytes is not None:
+        case = replace(case, staging_bytes=Staging.slots_for(len(case.tokens)) * MIN_SLOT_BYTES)
     problems = ranks.run(exchange, case)
     assert problems == [None] * len(problems), case
 
 
-@settings(max_examples=150)
-@given(case=cases(transport="collective"))
-def test_collective_equals_the_reference(
-    case: Case, gpu_ranks: Callable[[], Ranks], count_example: Callable[[], None]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@settings(max_examples=150 if GPUS > 1 else 60)
+@given(case=cases())
+def test_equals_the_reference(
+    transport: str, case: Case, gpu_ranks: Callable[[], Ranks], count_example: Callable[[], None]
 ) -> None:
-    check(gpu_ranks(), case)
+    check(gpu_ranks(), case, transport)
     count_example()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", NAMED)
-def test_named_cases(name: str, gpu_ranks: Callable[[], Ranks]) -> None:
-    check(gpu_ranks(), NAMED[name])
+def test_named_cases(name: str, transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
+    check(gpu_ranks(), NAMED[name], transport)
