@@ -22,11 +22,8 @@ class CudaError(RuntimeError):
 def _driver() -> Any:
     try:
         from cuda.bindings import driver
-    except ImportError:
-        try:
-            from cuda import cuda as driver  # cuda-python 12.0 to 12.5
-        except ImportError as error:
-            raise CudaError(f"CUDA tensors over host memory need the package cuda-python: {error}") from error
+    except ImportError as error:
+        raise CudaError(f"CUDA tensors over host memory need the package cuda-python: {error}") from error
     return driver
 
 
@@ -36,7 +33,10 @@ def _call(name: str, *arguments: Any, what: str = "") -> Any:
     function = getattr(driver, name, None)
     if function is None:
         raise CudaError(f"{name} is missing in cuda-python; {_versions(driver)}")
-    code, *results = function(*arguments)
+    try:
+        code, *results = function(*arguments)
+    except RuntimeError as error:  # no driver, or one without this function
+        raise CudaError(f"{name}: {error}") from error
     if int(code) != 0:
         _, text = driver.cuGetErrorName(code)
         shown = text.decode() if isinstance(text, bytes) else str(code)
@@ -92,7 +92,7 @@ class Batch:
     def issue(self, stream: int) -> None:
         """Issue the operations in order on `stream`."""
         for count, part in self._parts:
-            _call("cuStreamBatchMemOp", stream, count, part, 0)
+            _call("cuStreamBatchMemOp", stream, count, part, 0, what="waiting and signalling on a stream")
 
 
 def _operation(wait: bool, address: int, value: int) -> Any:
