@@ -57,9 +57,7 @@ def test_a_function_that_the_driver_lacks_is_named_with_both_versions(driver: Dr
 
 def test_no_stream_memory_operations_is_an_error_of_the_probe(driver: Driver) -> None:
     driver.cuStreamBatchMemOp = lambda stream, count, operations, flags: (801,)
-    with pytest.raises(
-        cuda.CudaError, match=r"cuStreamBatchMemOp \(waiting and signalling on a stream\) failed: CUDA_E"
-    ):
+    with pytest.raises(cuda.CudaError, match=r"cuStreamBatchMemOp \(waiting and signalling on a stream\) failed: CUDA_E"):
         cuda.probe(1 << 20, 0)
 
 
