@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from thunderep.placement import local_experts
-from thunderep.runtime import arena
+from thunderep.runtime import arena, window
 from thunderep.runtime.collective import CollectiveTransport
 from thunderep.runtime.control import Control
 from thunderep.runtime.host import HostTransport
@@ -24,9 +24,12 @@ from thunderep.runtime.transport import DTYPES, Transport
 from thunderep.runtime.watchdog import Watchdog
 from thunderep.work import Work, Worker
 
-TransportName = Literal["auto", "dma", "shm", "collective"]
+TransportName = Literal["auto", "dma", "direct", "shm", "collective"]
 
 _MAX_DEFAULT_STAGING = 256 << 20
+_MIN_WINDOW = 512 << 10
+"""Bytes a rank with which small calls travel as words that carry their own signals; less if staging_bytes says so."""
+_MAX_RANKS = {"dma": arena.MAX_LANES // 2 - 1, "direct": window.MAX_RANKS}
 _AGREED = (
     "num_experts", "hidden", "topk", "max_tokens", "dtype", "device", "transport", "staging_bytes", "timeout", "name",
 )  # fmt: skip
@@ -51,9 +54,9 @@ class Buffer:
         max_tokens: Tokens per rank that a call may have at most.
         dtype: Widest payload element.
         device: Where the tensors live; None: the current CUDA device where there is one, else the CPU.
-        transport: "shm": shared memory, for CPU tensors of one host. "dma": copy engines through pinned shared memory,
-            for CUDA tensors of one host. "collective": torch.distributed, for CPU or CUDA tensors, also across hosts.
-            "auto": shm where it works, else collective.
+        transport: "shm": shared memory, for CPU tensors of one host. "dma" and "direct": copy engines, or kernels, through
+            pinned shared memory, for CUDA tensors of one host. "collective": torch.distributed, for CPU or CUDA tensors,
+            also across hosts. "auto": shm where it works, else collective.
         staging_bytes: Staging per rank in bytes; None: what double-buffering max_tokens takes, at most 256 MiB.
         timeout: Seconds that a peer may be silent, and that each phase of construction may take.
         name: What the operators call this Buffer, the same on all ranks and unique among the open ones; None: derived
@@ -117,6 +120,7 @@ class Buffer:
         workspace = self.num_ranks * max_tokens * (hidden * dtype.itemsize + topk * 4) + ALIGNMENT
         self._workspace = torch.empty(workspace, dtype=torch.uint8) if self.device.type == "cpu" else None
         self.bad_ids = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self.kernels: Any = None  # launches of `ops.direct`, once there are any
         self._closed = False
         _buffers[self.name] = self
         self._finalizer = weakref.finalize(self, _close_transport, self._transport, self._pid)
@@ -150,11 +154,11 @@ class Buffer:
     def submit(self, operation: Callable[[], _Result]) -> Work[_Result]:
         """Run `operation` on this Buffer's own thread, after all that were submitted before, and return the work at once.
 
-        Over `collective` it runs here and now: a process group takes its collectives in one order on all ranks, whatever
-        Buffer or caller they come from, and only the caller's thread knows that order.
+        It runs here and now where that thread could change an order that all ranks must share: that of a process group's
+        collectives, and that of a stream's operations, whatever Buffer they belong to.
         """
         self._usable()
-        if self.transport == "collective":
+        if self.transport == "collective" or self.device.type == "cuda":
             return Work.of(operation)
         if self._worker is None:
             self._worker = Worker(self.name)
@@ -222,13 +226,18 @@ class Buffer:
             raise ValueError(f"name: {self.name!r} is the name of an open Buffer")
         if transport not in get_args(TransportName):
             raise ValueError(f"transport: got {transport!r}, expected one of {', '.join(map(repr, get_args(TransportName)))}")
-        needed = {"shm": "cpu", "dma": "cuda"}.get(transport, self.device.type)
+        needed = {"shm": "cpu", "dma": "cuda", "direct": "cuda"}.get(transport, self.device.type)
         if self.device.type != needed:
             raise ValueError(f"transport: {transport!r} moves {needed} tensors, but the device is {self.device}")
         if staging_bytes is not None:
             if not isinstance(staging_bytes, int) or isinstance(staging_bytes, bool):
                 raise ValueError(f"staging_bytes: got {staging_bytes!r}, expected an integer or None")
             Staging.of(self.num_ranks, staging_bytes)
+            least = -(-self._window(1).nbytes // self.num_ranks)
+            if transport == "direct" and staging_bytes < least:
+                raise ValueError(f"staging_bytes: got {staging_bytes}; 'direct' needs at least {least} for such rows")
+        if self.num_ranks > _MAX_RANKS.get(transport, self.num_ranks):
+            raise ValueError(f"transport: {transport!r} takes at most {_MAX_RANKS[transport]} ranks, got {self.num_ranks}")
 
     def _connect(self, meeting: Rendezvous, staging_bytes: int | None, answers: list[dict[str, Any]]) -> Transport:
         one_host = all(a["host"] == answers[0]["host"] for a in answers)
@@ -236,7 +245,12 @@ class Buffer:
         if self.transport == "collective" or watchdog is None:
             return CollectiveTransport(self.group, watchdog)
         nbytes = staging_bytes if staging_bytes is not None else self._default_staging()
-        layout = arena.Layout(self.num_ranks, Staging.of(self.num_ranks, nbytes))
+        if self.transport == "direct":
+            needed = max(self._window(self.max_tokens).nbytes, self.num_ranks * _MIN_WINDOW)
+            smallest = Staging.of(self.num_ranks, Staging.slots_for(self.num_ranks) * MIN_SLOT_BYTES)
+            layout = arena.Layout(self.num_ranks, smallest, min(needed, self.num_ranks * nbytes))
+        else:
+            layout = arena.Layout(self.num_ranks, Staging.of(self.num_ranks, nbytes))
         try:
             segment = share_segment(meeting, layout.nbytes)
         except BaseException:
@@ -245,7 +259,7 @@ class Buffer:
         control = Control(segment, layout, self.rank, watchdog, self.timeout)
         if self.transport == "shm":
             return HostTransport(segment, layout, self.rank, control)
-        from thunderep.runtime.dma import connect
+        from thunderep.runtime.gpu import connect
 
         try:
             return connect(meeting, segment, layout, self.rank, self.device, control)
@@ -254,8 +268,13 @@ class Buffer:
             control.close()
             raise
 
+    def _window(self, tokens: int) -> window.Region:
+        """What kernels need for calls of so many tokens a rank."""
+        row = self.hidden * max(self.dtype.itemsize, 2)
+        return window.Region.for_calls(self.num_ranks, tokens, row, self.topk, -(-self.hidden // 128))
+
     def _default_staging(self) -> int:
-        """Bytes of a ring of which either half holds a call of `max_tokens`, be it a dispatch or a combine; at most 256 MiB."""
+        """Bytes of a ring of which either half holds a call of `max_tokens`, be it a dispatch or combine; at most 256 MiB."""
         row = self.hidden * self.dtype.itemsize
         scales = -(-self.hidden // 128) * 4
         dispatch = self.max_tokens * (row + self.topk * 12 + scales) + 4 * ALIGNMENT
@@ -291,7 +310,7 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 def _choose(transport: str, device: torch.device, hosts: list[str]) -> str:
     one_host = all(host == hosts[0] for host in hosts)
-    if transport in ("shm", "dma") and not one_host:
+    if transport in ("shm", "dma", "direct") and not one_host:
         raise RuntimeError(
             f"transport: {transport!r} needs all ranks on one host and in one process namespace; "
             + ", ".join(f"rank {rank} is on {host}" for rank, host in enumerate(hosts))

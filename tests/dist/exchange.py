@@ -95,7 +95,7 @@ def exchange(case: Case) -> str | None:
                     device=case.device,
                     transport=case.transport,  # type: ignore[arg-type]
                     staging_bytes=case.staging_bytes,
-                    timeout=60.0,
+                    timeout=60.0 if case.device == "cpu" else 20.0,
                 )
             )
         return _exchange(case, buffers)

@@ -1,4 +1,4 @@
-"""One rank's side of the GPU tests: Buffers over `dma`, eager, captured and compiled."""
+"""One rank's side of the GPU tests: Buffers over one GPU transport, eager, captured and compiled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPERTS, HIDDEN, TOPK, MOST = 8, 72, 3, 16
 _kept: dict[str, thunderep.Buffer] = {}
 
 
-def make(**options: Any) -> thunderep.Buffer:
+def make(transport: str, **options: Any) -> thunderep.Buffer:
     """A Buffer of the tests' shape on this rank's GPU."""
     arguments: dict[str, Any] = {
         "num_experts": EXPERTS,
@@ -27,7 +27,7 @@ def make(**options: Any) -> thunderep.Buffer:
         "topk": TOPK,
         "max_tokens": MOST,
         "device": "cuda",
-        "transport": "dma",
+        "transport": transport,
         "timeout": 30.0,
     }
     return thunderep.Buffer(**arguments | options)
@@ -100,9 +100,9 @@ class Round:
         return all(same_bits(got.cpu(), want) for got, want in zip(results, wanted, strict=True))
 
 
-def replay_in_random_order(replays: int, seed: int) -> list[str]:
+def replay_in_random_order(transport: str, replays: int, seed: int) -> list[str]:
     """Graphs of 1, 2 and 3 operations for 1, 2, 4 and 8 tokens, between eager calls, ranks capturing at different times."""
-    with make() as buffer:
+    with make(transport) as buffer:
         rounds = [Round(buffer, tokens, length) for tokens, length in itertools.product((1, 2, 4, 8), (1, 2, 3))]
         for index, each in enumerate(rounds):
             if index % 4 == buffer.rank:
@@ -118,23 +118,23 @@ def replay_in_random_order(replays: int, seed: int) -> list[str]:
         return wrong
 
 
-def replay_often(replays: int) -> int:
+def replay_often(transport: str, replays: int) -> int:
     """How many of so many replays of a dispatch and a combine, new data each time, differ from the reference."""
-    with make() as buffer:
+    with make(transport) as buffer:
         round_ = Round(buffer, 8, 2)
         round_.capture()
         return sum(not round_.check(step, replay=True) for step in range(replays))
 
 
-def keep(**options: Any) -> str:
+def keep(transport: str, **options: Any) -> str:
     """Make a Buffer and keep it."""
-    _kept["buffer"] = make(**options)
+    _kept["buffer"] = make(transport, **options)
     return _kept["buffer"].transport
 
 
-def keep_impatient() -> str:
+def keep_impatient(transport: str) -> str:
     """Make a Buffer that waits for 2 s, and keep it."""
-    return keep(timeout=2.0)
+    return keep(transport, timeout=2.0)
 
 
 def close() -> float:
@@ -204,10 +204,10 @@ def out_of_range() -> list[str]:
     return said
 
 
-def under_pressure(steps: int) -> int:
+def under_pressure(transport: str, steps: int) -> int:
     """Outputs and inputs freed and their memory reused at once while copies still run: how many results were wrong."""
     wrong = 0
-    with make(hidden=2048, max_tokens=512) as buffer:
+    with make(transport, hidden=2048, max_tokens=512) as buffer:
         generator = torch.Generator().manual_seed(3)
         for step in range(steps):
             x = torch.full((512, 2048), float(step + buffer.rank), device="cuda", dtype=torch.bfloat16)
@@ -228,11 +228,11 @@ def under_pressure(steps: int) -> int:
     return wrong
 
 
-def soak(operations: int) -> tuple[int, int, int, int]:
+def soak(transport: str, operations: int) -> tuple[int, int, int, int]:
     """Eager operations: wrong ones, and growth of descriptors, of allocated GPU bytes and of resident KiB in the later half."""
     from tests.dist.failures import resources
 
-    with make() as buffer:
+    with make(transport) as buffer:
         round_ = Round(buffer, MOST, 2)
 
         def some(count: int) -> None:
@@ -256,10 +256,10 @@ def soak(operations: int) -> tuple[int, int, int, int]:
         )
 
 
-def compiled(mode: str) -> list[str]:
+def compiled(transport: str, mode: str) -> list[str]:
     """A layer compiled whole, forward and backward, in `mode`: what differs from eager, over several calls with new data."""
     problems = []
-    with make() as buffer:
+    with make(transport) as buffer:
 
         def layer(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             d = thunderep.dispatch(x, idx, weights, EXPERTS, buffer)
@@ -284,10 +284,10 @@ def compiled(mode: str) -> list[str]:
     return problems
 
 
-def sharing() -> str:
+def sharing(transport: str) -> str:
     """What making a Buffer says where ranks have one GPU."""
     try:
-        make().close()
+        make(transport).close()
     except RuntimeError as error:
         return str(error)
     return "no error"

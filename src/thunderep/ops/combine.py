@@ -11,7 +11,7 @@ import torch
 
 from thunderep.buffer import Buffer, lookup
 from thunderep.ops.library import library
-from thunderep.ops.rows import require, require_device, rows_sum
+from thunderep.ops.rows import kernels, require, require_device, rows_sum
 from thunderep.runtime.transport import DTYPES, KINDS, Call
 
 SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,7 +53,7 @@ def _combine(
     owner = lookup(buffer)
     _validate(owner, "y", y, recv_topk_idx, is_token_in_rank)
     _validate_rows(owner, "y", y.shape[0], recv_topk_idx, is_token_in_rank.shape[0])
-    return rows_sum(owner, "combine", [y], is_token_in_rank)[0]
+    return rows_sum(owner, "combine", [y], recv_topk_idx, is_token_in_rank)[0]
 
 
 @torch.library.register_fake("thunderep::combine", lib=library)
@@ -76,9 +76,12 @@ def _combine_backward(
     require(grad.dim() == 2 and grad.shape[1] == owner.hidden, "grad", grad, f"[T, {owner.hidden}] (hidden)")
     tokens, received = grad.shape[0], recv_topk_idx.shape[0]
     max_rows = _validate_rows(owner, "recv_topk_idx", received, recv_topk_idx, tokens)
-    grad_y = grad.new_empty(received, grad.shape[1])
     call = Call(KINDS.index("combine_backward"), tokens, max_rows, DTYPES.index(grad.dtype), owner.hidden)
     with owner.operation() as transport:
+        direct = kernels(owner, transport, call)
+        if direct is not None:
+            return direct.spread(grad, is_token_in_rank, max_rows)
+        grad_y = grad.new_empty(received, grad.shape[1])
         transport.dispatch(call, [grad.contiguous()], [grad_y])
     return grad_y.masked_fill_((recv_topk_idx < 0).all(dim=1, keepdim=True), 0.0)
 

@@ -8,7 +8,7 @@ import torch
 
 from thunderep.buffer import Buffer, lookup
 from thunderep.ops.library import library
-from thunderep.ops.rows import require, require_device, rows_sum
+from thunderep.ops.rows import kernels, require, require_device, rows_sum
 from thunderep.runtime.transport import DTYPES, KINDS, Call
 
 ROW_DTYPES = DTYPES[:7]
@@ -67,13 +67,6 @@ def _dispatch(
         low, high = topk_idx.aminmax()
         if low < -1 or high >= num_experts:
             raise ValueError(f"topk_idx: got ids from {int(low)} to {int(high)}, expected -1 to {num_experts - 1}")
-    inputs = [x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()]
-    if x_scales is not None:
-        inputs.append(x_scales.contiguous())
-    outputs = [t.new_empty(owner.num_ranks * max_rows, t.shape[1]) for t in inputs]
-    if x.is_cuda and tokens < max_rows:  # no rank's host learns how many tokens the others have
-        inputs[1] = topk_idx.new_full((max_rows, owner.topk), -1)
-        inputs[1][:tokens] = topk_idx
     call = Call(
         kind=KINDS.index("dispatch"),
         tokens=tokens,
@@ -85,6 +78,16 @@ def _dispatch(
         scales=-1 if x_scales is None else x_scales.shape[1],
     )
     with owner.operation() as transport:
+        direct = kernels(owner, transport, call)
+        if direct is not None:
+            return direct.dispatch(x, topk_idx, topk_weights, x_scales, max_rows)
+        inputs = [x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()]
+        if x_scales is not None:
+            inputs.append(x_scales.contiguous())
+        outputs = [t.new_empty(owner.num_ranks * max_rows, t.shape[1]) for t in inputs]
+        if x.is_cuda and tokens < max_rows:  # no rank's host learns how many tokens the others have
+            inputs[1] = topk_idx.new_full((max_rows, owner.topk), -1)
+            inputs[1][:tokens] = topk_idx
         rows = transport.dispatch(call, inputs, outputs)
     recv_x, recv_idx, recv_weights = outputs[:3]
     recv_scales = outputs[3] if x_scales is not None else recv_weights.new_empty(recv_x.shape[0], 0)
@@ -160,7 +163,7 @@ def _dispatch_backward(
     """The gradients of x and topk_weights: what each rank holds for a token's row and choices, summed as `combine` sums."""
     owner = lookup(buffer)
     weights = grad_recv_topk_weights.masked_fill(recv_topk_idx < 0, 0.0)
-    grad_x, grad_weights = rows_sum(owner, "dispatch_backward", [grad_recv_x, weights], is_token_in_rank)
+    grad_x, grad_weights = rows_sum(owner, "dispatch_backward", [grad_recv_x, weights], recv_topk_idx, is_token_in_rank)
     return grad_x, grad_weights
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from thunderep.buffer import Buffer
-from thunderep.runtime.transport import DTYPES, KINDS, ByRank, Call
+from thunderep.runtime.transport import DTYPES, KINDS, ByRank, Call, Transport
+
+if TYPE_CHECKING:
+    from thunderep.ops.direct import Kernels
 
 _BLOCK_ROWS = 128
 """Rows that are summed at a time on the CPU: their float32 sums stay in its cache."""
@@ -31,13 +35,30 @@ def require_device(buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def rows_sum(owner: Buffer, kind: str, payloads: Sequence[torch.Tensor], is_token_in_rank: torch.Tensor) -> list[torch.Tensor]:
+def kernels(owner: Buffer, transport: Transport, call: Call) -> Kernels | None:
+    """What does all of this call, where kernels do; else the transport's methods are to move it."""
+    window = transport.window(call)
+    if window is not None and owner.kernels is None:
+        from thunderep.ops.direct import Kernels
+
+        owner.kernels = Kernels(window, owner.num_experts, owner.bad_ids)
+    return None if window is None else owner.kernels
+
+
+def rows_sum(
+    owner: Buffer,
+    kind: str,
+    payloads: Sequence[torch.Tensor],
+    recv_topk_idx: torch.Tensor,
+    is_token_in_rank: torch.Tensor,
+) -> list[torch.Tensor]:
     """Return rows to the ranks whose tokens they are and sum them: float32, rank order, rounded once.
 
     Args:
         owner: The Buffer.
         kind: Which operation this is.
         payloads: Each [R, ...], R = N * M.
+        recv_topk_idx: [R, K]: rows without a local expert need not travel.
         is_token_in_rank: [T, N] bool; rows of ranks that a token did not go to are not read.
 
     Returns:
@@ -53,11 +74,15 @@ def rows_sum(owner: Buffer, kind: str, payloads: Sequence[torch.Tensor], is_toke
         payloads[0].shape[1],
         sum(p.shape[1] for p in payloads[1:]),
     )
-    with owner.operation() as transport, transport.combine(call, payloads, owner.scratch) as received:
-        return [
-            _sum(payload.unflatten(0, (owner.num_ranks, max_rows))[owner.rank], by_rank, is_token_in_rank, owner.rank)
-            for payload, by_rank in zip(payloads, received, strict=True)
-        ]
+    with owner.operation() as transport:
+        direct = kernels(owner, transport, call)
+        if direct is not None:
+            return direct.combine(payloads, recv_topk_idx, is_token_in_rank)
+        with transport.combine(call, payloads, owner.scratch) as received:
+            return [
+                _sum(payload.unflatten(0, (owner.num_ranks, max_rows))[owner.rank], by_rank, is_token_in_rank, owner.rank)
+                for payload, by_rank in zip(payloads, received, strict=True)
+            ]
 
 
 def _sum(own: torch.Tensor, by_rank: ByRank, is_token_in_rank: torch.Tensor, rank: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ Layout, for N ranks:
 | control | N x 1024 bytes: status, doorbell, announcements, lanes of one rank (`CONTROL_*`) | its rank; doorbell: anyone |
 | flags | N owners x slots x N readers x 64 bytes, a cache line each (`plan.Flag`) | owner and reader in turn |
 | staging | N x `Staging.nbytes`, page-aligned | owner |
+| window | `window_bytes`: what kernels move rows through (`window.Region`) | see there |
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class Layout:
 
     num_ranks: int
     staging: Staging
+    window_bytes: int = 0
 
     def control(self, rank: int, offset: int) -> int:
         """Where a part of a rank's control block lies, by `CONTROL_*`."""
@@ -78,9 +80,14 @@ class Layout:
         return _page_align(self.flags.stop) + rank * _page_align(self.staging.nbytes)
 
     @property
+    def window(self) -> int:
+        """Where the window begins."""
+        return self.slots(self.num_ranks)
+
+    @property
     def nbytes(self) -> int:
         """Bytes in the segment."""
-        return self.slots(self.num_ranks)
+        return self.window + _page_align(self.window_bytes)
 
 
 @dataclass(frozen=True)

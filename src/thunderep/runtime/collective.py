@@ -55,6 +55,9 @@ class CollectiveTransport:
                 self._run(lambda o=received, i=sent: dist.all_to_all_single(_bytes(o), _bytes(i), group=self._group))
         yield [output.unflatten(0, (self._num_ranks, call.max_tokens)) for output in outputs]
 
+    def window(self, call: Call) -> None:
+        """No kernels move rows here."""
+
     def check(self) -> None:
         """Raise the error that broke this transport, if one did."""
         if self._broken is not None:

@@ -1,22 +1,20 @@
 """Frees a GPU from waits that cannot end.
 
-A stream that waits for a flag cannot look around, so a thread does: it asks a few times a second whether a peer has
+A stream or kernel that waits for a flag cannot look around, so a thread does: it asks a few times a second whether a peer has
 died, given up, closed its Buffer, or kept this rank waiting for longer than it may. If so the Buffer is broken, and the
-thread sets the flags that this rank's streams may wait for, again and again until the Buffer is closed: a CPU's store
-lets a waiting stream go on within microseconds. What those streams then copy is garbage; every later call raises.
+thread lets go what waits, again and again until the Buffer is closed: a CPU's store lets a waiting stream or kernel go on
+within microseconds. What it then moves is garbage; every later call raises.
 
-The thread makes no CUDA call. It sees from memory whether anything is under way, eager or replayed from a graph: each
-lane sets a word of its own when it begins and clears it when it ends.
+The thread makes no CUDA call. It sees from shared memory whether anything is under way, eager or replayed from a graph.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 
-from thunderep.runtime import arena
 from thunderep.runtime.control import Control
-from thunderep.runtime.plan import Flag
 from thunderep.runtime.watchdog import PeerError
 
 _LOOK_SECONDS = 0.1
@@ -26,21 +24,20 @@ _CLOSED_SECONDS = 1.0
 
 
 class Releaser:
-    """The thread, and what it needs to know of the operations.
+    """The thread.
 
     Args:
-        segment: The mapped segment.
-        layout: What lies where in it.
-        rank: This rank.
         control: This rank's control block.
+        peers: The other ranks.
+        state: Gives what changes as long as operations get on; empty while none is under way.
+        release: Lets go whatever waits on the device.
     """
 
-    def __init__(self, segment: arena.Segment, layout: arena.Layout, rank: int, control: Control) -> None:
-        self._segment, self._layout, self._rank, self._control = segment, layout, rank, control
-        self._peers = [peer for peer in range(layout.num_ranks) if peer != rank]
+    def __init__(self, control: Control, peers: Sequence[int], state: Callable[[], bytes], release: Callable[[], None]) -> None:
+        self._control, self._peers, self._state, self._release = control, peers, state, release
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thunderep releaser", daemon=True)
-        if self._peers:
+        if peers:
             self._thread.start()
 
     def close(self) -> None:
@@ -63,21 +60,7 @@ class Releaser:
             if broken:
                 self._release()
 
-    def _state(self) -> bytes:
-        """What changes as long as operations get on; empty while none is under way."""
-        start = self._layout.control(self._rank, arena.CONTROL_LANES)
-        lanes = self._segment.bytes[start : start + 4 * arena.MAX_LANES]
-        return lanes + self._segment.bytes[self._layout.flags] if any(lanes) else b""
-
     def _look(self, seconds: float) -> PeerError | None:
         """Why what has not changed for so long will not, if so."""
         ranks = self._control.awaited() if seconds < _CLOSED_SECONDS else self._peers
         return self._control.verdict(ranks, "an operation on the GPU", seconds)
-
-    def _release(self) -> None:
-        """Set the flags as if the peers had sent and read everything."""
-        words = self._segment.words
-        for peer in self._peers:
-            for slot in range(self._layout.staging.slots):
-                words[self._layout.flag(Flag(peer, slot, self._rank)) // 4] = 1
-                words[self._layout.flag(Flag(self._rank, slot, peer)) // 4] = 0

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from thunderep.runtime.window import Window
+
 
 @dataclass(frozen=True, slots=True)
 class Call:
@@ -90,6 +92,10 @@ class Transport(Protocol):
             A context in which, for each payload and rank s other than this one, row i is what rank s holds for this
             rank's row i, in memory that may be written. This rank's own part, and rows past T, are unspecified.
         """
+        ...
+
+    def window(self, call: Call) -> Window | None:
+        """Announce the call and return the window in which kernels do all of it; None if the methods above are to move it."""
         ...
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ TOKENS = 128
 """Tokens that a program looks at."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["choices", "first", "end"])
 def _localize(idx: tl.tensor, weights: tl.tensor, choices: int, first: int, end: int, BLOCK: tl.constexpr) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < choices
@@ -28,7 +28,7 @@ def _localize(idx: tl.tensor, weights: tl.tensor, choices: int, first: int, end:
     tl.store(weights + at, weight, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _in_rank(
     idx: tl.tensor,
     bounds: tl.tensor,

@@ -1,4 +1,4 @@
-"""The `dma` transport: graphs, compilation, failures. One GPU will do: then its ranks share it."""
+"""The GPU transports: graphs, compilation, failures. One GPU will do: then its ranks share it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from tests.gpu import programs
-from thunderep.runtime.dma import SHARE
+from thunderep.runtime.gpu import SHARE
 from thunderep.testing.processes import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 GPUS = torch.cuda.device_count()
+TRANSPORTS = pytest.mark.parametrize("transport", ["dma", "direct"])
 FEW = GPUS < 2
 """Ranks that share a GPU take turns on it, milliseconds each, so the tests are shorter."""
 
@@ -30,38 +31,46 @@ def gpu_ranks() -> Iterator[Callable[[], Ranks]]:
         yield lambda: ranks
 
 
-def test_graphs_replayed_in_random_order_between_eager_calls(gpu_ranks: Callable[[], Ranks]) -> None:
+@TRANSPORTS
+def test_graphs_replayed_in_random_order_between_eager_calls(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
     for seed in range(1 if FEW else 3):
-        found = gpu_ranks().run(programs.replay_in_random_order, 200, seed, timeout=280)
+        found = gpu_ranks().run(programs.replay_in_random_order, transport, 200, seed, timeout=280)
         assert found == [[]] * len(found)
 
 
-def test_a_thousand_replays_with_new_data(gpu_ranks: Callable[[], Ranks]) -> None:
-    found = gpu_ranks().run(programs.replay_often, 1000, timeout=280)
+@TRANSPORTS
+def test_a_thousand_replays_with_new_data(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
+    found = gpu_ranks().run(programs.replay_often, transport, 1000, timeout=280)
     assert found == [0] * len(found)
 
 
+@TRANSPORTS
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_layer_compiles_whole(mode: str, gpu_ranks: Callable[[], Ranks]) -> None:
-    found = gpu_ranks().run(programs.compiled, mode, timeout=280)
+def test_a_layer_compiles_whole(transport: str, mode: str, gpu_ranks: Callable[[], Ranks]) -> None:
+    found = gpu_ranks().run(programs.compiled, transport, mode, timeout=280)
     assert found == [[]] * len(found)
 
 
-def test_memory_is_not_reused_while_copies_run(gpu_ranks: Callable[[], Ranks]) -> None:
-    found = gpu_ranks().run(programs.under_pressure, 30, timeout=280)
+@TRANSPORTS
+def test_memory_is_not_reused_while_copies_run(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
+    found = gpu_ranks().run(programs.under_pressure, transport, 30, timeout=280)
     assert found == [0] * len(found)
 
 
-def test_ids_out_of_range_are_reported_at_the_next_call(gpu_ranks: Callable[[], Ranks]) -> None:
-    gpu_ranks().run(programs.keep)
+@TRANSPORTS
+def test_ids_out_of_range_are_reported_at_the_next_call(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
+    gpu_ranks().run(programs.keep, transport)
     for said in gpu_ranks().run(programs.out_of_range):
         assert said[0] == said[2] == "rows for True"
         assert "topk_idx: an earlier operation got ids outside -1 to 7" in said[1]
     gpu_ranks().run(programs.close)
 
 
-def test_nothing_grows_over_many_operations(gpu_ranks: Callable[[], Ranks]) -> None:
-    for wrong, descriptors, on_gpu, resident in gpu_ranks().run(programs.soak, 4_000 if FEW else 100_000, timeout=280):
+@TRANSPORTS
+def test_nothing_grows_over_many_operations(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
+    for wrong, descriptors, on_gpu, resident in gpu_ranks().run(
+        programs.soak, transport, 4_000 if FEW else 100_000, timeout=280
+    ):
         assert wrong == 0
         assert descriptors <= 0
         assert on_gpu <= 0
@@ -69,9 +78,10 @@ def test_nothing_grows_over_many_operations(gpu_ranks: Callable[[], Ranks]) -> N
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_a_killed_rank_is_an_error_within_two_seconds_and_frees_the_gpu(captured: bool) -> None:
+@TRANSPORTS
+def test_a_killed_rank_is_an_error_within_two_seconds_and_frees_the_gpu(transport: str, captured: bool) -> None:
     with start() as ranks:
-        ranks.run(programs.keep)
+        ranks.run(programs.keep, transport)
         ranks.start(programs.until_error, captured)
         time.sleep(3)
         killed = time.monotonic()
@@ -87,9 +97,10 @@ def test_a_killed_rank_is_an_error_within_two_seconds_and_frees_the_gpu(captured
             assert computes
 
 
-def test_a_stopped_rank_is_no_error() -> None:
+@TRANSPORTS
+def test_a_stopped_rank_is_no_error(transport: str) -> None:
     with start() as ranks:
-        ranks.run(programs.keep)
+        ranks.run(programs.keep, transport)
         assert ranks.run(programs.once) == [True] * ranks.num_ranks
         ranks.start(programs.once, 8, 0.5)
         os.kill(ranks.pids[1], signal.SIGSTOP)
@@ -99,9 +110,10 @@ def test_a_stopped_rank_is_no_error() -> None:
         assert max(ranks.run(programs.close)) < 5
 
 
-def test_a_silent_rank_is_named_after_the_timeout() -> None:
+@TRANSPORTS
+def test_a_silent_rank_is_named_after_the_timeout(transport: str) -> None:
     with start() as ranks:
-        ranks.run(programs.keep_impatient)
+        ranks.run(programs.keep_impatient, transport)
         ranks.run(programs.once)
         ranks.start(programs.until_error, False, ranks=[0])
         (kind, blamed, text, _at), *_ = ranks.collect(60, [0])
@@ -110,7 +122,8 @@ def test_a_silent_rank_is_named_after_the_timeout() -> None:
 
 
 @pytest.mark.skipif(not FEW, reason="shows what two ranks on one GPU get")
-def test_two_ranks_on_one_gpu_are_an_error_that_names_them() -> None:
+@TRANSPORTS
+def test_two_ranks_on_one_gpu_are_an_error_that_names_them(transport: str) -> None:
     with Ranks(2) as ranks:
-        for said in ranks.run(programs.sharing):
+        for said in ranks.run(programs.sharing, transport):
             assert "device: ranks 0 and 1 have the same GPU, " in said

@@ -1,0 +1,135 @@
+"""The transports of CUDA tensors on one host, `dma` and `direct`: who has which GPU, what is pinned, and what ends when.
+
+`dma` moves payloads, by copy engines; `direct` has a window of pinned memory in which kernels do the whole of an operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from thunderep.runtime import arena, cuda
+from thunderep.runtime.control import Control
+from thunderep.runtime.dma import CopyEngines
+from thunderep.runtime.release import Releaser
+from thunderep.runtime.rendezvous import Rendezvous, compare
+from thunderep.runtime.transport import ByRank, Call, Scratch
+from thunderep.runtime.window import Region, Window
+
+SHARE = "THUNDEREP_SHARE_GPU"
+"""Environment variable: "1" lets several ranks have one GPU, for tests; they take turns on it."""
+
+
+def connect(
+    meeting: Rendezvous,
+    segment: arena.Segment,
+    layout: arena.Layout,
+    rank: int,
+    device: torch.device,
+    control: Control,
+) -> GpuTransport:
+    """Pin the segment on all ranks and make each rank's transport, or raise the same report on all.
+
+    Raises:
+        RuntimeError: A rank could not pin the memory, has no stream memory operations, or two ranks share a GPU.
+    """
+    answer: dict[str, object] = {"gpu": str(torch.cuda.get_device_properties(device).uuid)}
+    pinned = 0
+    try:
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # makes the device's context, and current
+            pinned = cuda.register(segment.address, segment.nbytes)
+            stream = torch.cuda.current_stream()
+            cuda.probe(pinned + layout.control(rank, arena.CONTROL_PROBE), stream.cuda_stream)
+            stream.synchronize()
+    except cuda.CudaError as error:
+        answer["error"] = ("RuntimeError", str(error))
+    try:
+        answers = meeting.exchange("pinning", answer)
+        compare(answers, ())
+        gpus = [a["gpu"] for a in answers]
+        for gpu in gpus:
+            if gpus.count(gpu) > 1 and os.environ.get(SHARE) != "1":
+                sharing = [str(r) for r, other in enumerate(gpus) if other == gpu]
+                raise RuntimeError(
+                    f"device: ranks {' and '.join(sharing)} have the same GPU, {gpu}; give each its own, or set {SHARE}=1"
+                )
+    except BaseException:
+        if pinned:
+            cuda.unregister(segment.address)
+        raise
+    return GpuTransport(segment, pinned, layout, rank, device, control)
+
+
+class GpuTransport:
+    """One rank's side of the pinned segment. See `transport.Transport` for what its methods move.
+
+    Args:
+        segment: The mapped segment, pinned; unpinned and closed with the transport.
+        pinned: The device's address of the segment.
+        layout: What lies where in it; a window there means `direct`.
+        rank: This rank.
+        device: This rank's GPU.
+        control: This rank's control block; closed with the transport.
+    """
+
+    def __init__(
+        self,
+        segment: arena.Segment,
+        pinned: int,
+        layout: arena.Layout,
+        rank: int,
+        device: torch.device,
+        control: Control,
+    ) -> None:
+        self._segment, self._num_ranks, self._device, self._control = segment, layout.num_ranks, device, control
+        self._engines = CopyEngines(segment, pinned, layout, rank, device)
+        self._window: Window | None = None
+        if layout.window_bytes:
+            region = Region(layout.num_ranks, layout.window_bytes)
+            self._window = Window(segment, pinned, layout.window, region, rank, device)
+        mover = self._window or self._engines
+        peers = [peer for peer in range(layout.num_ranks) if peer != rank]
+        self._releaser = Releaser(control, peers, mover.state, mover.release)
+        self._closed = False
+
+    def window(self, call: Call) -> Window | None:
+        """Announce the call and return the window in which kernels do all of it; None if the other methods are to move it."""
+        if self._window is not None:
+            self._control.post(call)
+        return self._window
+
+    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
+        """Give every rank all rows of all ranks. The ids' payload must have M rows: what is past T reads -1 there."""
+        self._control.post(call)
+        self._engines.run("dispatch", call.max_tokens, inputs, outputs)
+        return [call.max_tokens] * self._num_ranks
+
+    @contextlib.contextmanager
+    def combine(self, call: Call, inputs: Sequence[torch.Tensor], scratch: Scratch) -> Iterator[list[ByRank]]:
+        """Give every rank back the rows that stem from it."""
+        self._control.post(call)
+        outputs = scratch(inputs)
+        self._engines.run("combine", call.max_tokens, inputs, outputs)
+        yield [output.unflatten(0, (self._num_ranks, call.max_tokens)) for output in outputs]
+
+    def check(self) -> None:
+        """Raise the error that broke the Buffer, if one did."""
+        self._control.check()
+
+    def close(self) -> None:
+        """Wait until the device has ended what it began, or the releaser has freed it; then unpin and leave."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            with torch.cuda.device(self._device):
+                torch.cuda.synchronize()
+                cuda.unregister(self._segment.address)
+        finally:
+            self._releaser.close()
+            self._control.release()
+            self._control.close()
