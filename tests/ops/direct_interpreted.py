@@ -7,12 +7,14 @@ stores of the CPU. A CPU of this kind keeps stores in order, so what fences are 
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
@@ -148,6 +150,27 @@ def run(case: Case) -> str | None:
         if failed:  # let the peers go
             for rank in range(meeting.num_ranks):
                 segment.words[(_OFFSET + rank * HEADER_BYTES) // 4] = 1
+        meeting.exchange("done", {})
+        segment.close()
+
+
+def let_go() -> tuple[float, bool]:
+    """Rank 0 dispatches alone, and is let go after 0.3 s: how long it took, and whether nothing is under way any more."""
+    group = group_of(dist.get_world_size())
+    assert group is not None
+    meeting = Rendezvous(group, 60.0)
+    region = Region(meeting.num_ranks, 4 << 20)
+    segment = share_segment(meeting, _OFFSET + region.nbytes)
+    try:
+        if meeting.rank:
+            return 0.0, True
+        window = Window(segment, segment.address, _OFFSET, region, 0, torch.device("cpu"))
+        kernels = direct.Kernels(window, 8, torch.zeros(1, dtype=torch.int32))
+        threading.Timer(0.3, window.release).start()
+        began = time.monotonic()
+        kernels.dispatch(torch.ones(2, 4), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), None, 2)
+        return time.monotonic() - began, not window.state()
+    finally:
         meeting.exchange("done", {})
         segment.close()
 

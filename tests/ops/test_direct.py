@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.ops.direct_cases import Case, exchange
+from tests.ops.direct_cases import Case, exchange, let_go
 from thunderep.testing.processes import Ranks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8]
@@ -82,6 +82,12 @@ NAMED = {
 def test_named_cases(name: str, interpreting: Callable[[], Ranks]) -> None:
     problems = interpreting().run(exchange, NAMED[name])
     assert problems == [None] * len(problems)
+
+
+def test_kernels_whose_peers_do_not_come_can_be_let_go(interpreting: Callable[[], Ranks]) -> None:
+    seconds, idle = interpreting().run(let_go)[0]
+    assert 0.2 < seconds < 5
+    assert idle
 
 
 @pytest.mark.parametrize("capability", [89, 90, 120], ids=["RTX 4090", "H200", "RTX 5090"])
