@@ -3,8 +3,8 @@
     python -m bench.bench_dispatch --shape qwen3-30b-a3b --tokens 1 --tokens 64 --ranks 4
 
 Every transport that works on the device and torch.distributed (gloo on CPU, NCCL on CUDA) run in the same processes and take
-turns; before anything is timed, their results are compared. Tokens choose experts at random, all alike likely. Every rank has
-the same number of tokens, since the baseline can do no other.
+turns, on CUDA as captured graphs; before anything is timed, their results are compared. Tokens choose experts at random, all
+alike likely. Every rank has the same number of tokens, since the baseline can do no other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from thunderep.testing.processes import Ranks
 
 Device = Literal["cpu", "cuda"]
 
-TRANSPORTS: dict[Device, tuple[Literal["shm", "collective"], ...]] = {"cpu": ("shm", "collective"), "cuda": ("collective",)}
+TRANSPORTS: dict[Device, tuple[Literal["shm", "dma", "direct", "collective"], ...]] = {
+    "cpu": ("shm", "collective"),
+    "cuda": ("dma", "direct", "collective"),
+}
+TOKENS: dict[Device, tuple[int, ...]] = {"cpu": (1, 8, 64, 512), "cuda": (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)}
 BACKENDS: dict[Device, str] = {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -58,7 +62,9 @@ def measure(name: str, tokens: int, device: Device, repeats: int) -> dict[str, T
 
 def main(
     shape: Annotated[list[str] | None, typer.Option(help=f"Repeatable; all if left out: {', '.join(SHAPES)}.")] = None,
-    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Per rank, repeatable; if left out, 1, 8, 64, 512.")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=1, help="Per rank, repeatable; if left out, 1 to 512 on CPU, 1 to 4096 on CUDA.")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes; if left out, 4 on CPU and one a GPU on CUDA.")] = None,
     device: Annotated[Device | None, typer.Option(help="If left out, CUDA where there is a GPU.")] = None,
     repeats: Annotated[int, typer.Option(min=2, help="Samples of each contender.")] = 15,
@@ -73,7 +79,7 @@ def main(
     facts = machine_facts(device) | {"ranks": ranks, "repeats": repeats}
     rival = BACKENDS[device]
     rows = []
-    points = [(name, count) for name in shape or SHAPES for count in sorted(tokens or (1, 8, 64, 512))]
+    points = [(name, count) for name in shape or SHAPES for count in sorted(tokens or TOKENS[device])]
     with Ranks(ranks, rival) as processes:
         for name, count in track(points, "measuring", console=Console(stderr=True), transient=True):
             timings = processes.run(measure, name, count, device, repeats, timeout=600)[0]

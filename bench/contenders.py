@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -62,12 +61,6 @@ class Ours:
         """Bring the partial results back and sum them."""
         return thunderep.combine(self._y, dispatched, self._buffer)
 
-    def step(self, mark: Callable[[], None]) -> None:
-        """Dispatch, mark, combine."""
-        dispatched = self.dispatch()
-        mark()
-        self.combine(dispatched)
-
 
 class Theirs:
     """torch.distributed alone."""
@@ -77,11 +70,13 @@ class Theirs:
         self._inputs = inputs
         self._y = y
 
-    def step(self, mark: Callable[[], None]) -> None:
-        """All-gather, mark, reduce-scatter."""
-        baseline.dispatch(*self._inputs)
-        mark()
-        baseline.combine(self._y)
+    def dispatch(self) -> baseline.Gathered:
+        """All-gather."""
+        return baseline.dispatch(*self._inputs)
+
+    def combine(self, dispatched: baseline.Gathered) -> torch.Tensor:
+        """Reduce-scatter."""
+        return baseline.combine(self._y)
 
 
 def partial_results(inputs: Inputs, shape: Shape) -> torch.Tensor:

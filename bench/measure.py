@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,9 +19,52 @@ class Contender(Protocol):
 
     name: str
 
+    def dispatch(self) -> Any:
+        """Send this rank's tokens to their experts."""
+        ...
+
+    def combine(self, dispatched: Any) -> torch.Tensor:
+        """Bring the partial results back and sum them."""
+        ...
+
+
+class Eager:
+    """A contender's operations, called one after another."""
+
+    pairs = 1
+
+    def __init__(self, contender: Contender) -> None:
+        self._contender = contender
+
     def step(self, mark: Callable[[], None]) -> None:
         """Dispatch, call `mark`, combine."""
-        ...
+        dispatched = self._contender.dispatch()
+        mark()
+        self._contender.combine(dispatched)
+
+
+class Replayed:
+    """A contender's operations, captured in two CUDA graphs: what they take on the device, without the host."""
+
+    pairs = 20
+
+    def __init__(self, contender: Contender) -> None:
+        dispatched = contender.dispatch()
+        contender.combine(dispatched)
+        torch.cuda.synchronize()  # everything is compiled, and no other work runs while capturing
+        self._dispatch, self._combine = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._dispatch):
+            for _ in range(self.pairs):
+                contender.dispatch()
+        with torch.cuda.graph(self._combine):
+            for _ in range(self.pairs):
+                contender.combine(dispatched)
+
+    def step(self, mark: Callable[[], None]) -> None:
+        """`pairs` dispatches, `mark`, as many combines."""
+        self._dispatch.replay()
+        mark()
+        self._combine.replay()
 
 
 class Timing(NamedTuple):
@@ -79,16 +122,17 @@ class StreamClock:
         return [start.elapsed_time(end) / 1e3 for start, end in zip(self._marks, self._marks[1:], strict=False)]
 
 
-def sample(contender: Contender, calls: int, device: torch.device) -> tuple[float, float, float]:
-    """Mean seconds of a dispatch, of the combine after it and of both, over `calls` pairs in a row; the slowest rank's."""
+def sample(runner: Eager | Replayed, steps: int, device: torch.device) -> tuple[float, float, float]:
+    """Mean seconds of a dispatch, of a combine and of both, over `steps` steps in a row; the slowest rank's."""
     dist.barrier()
-    contender.step(lambda: None)  # ranks leave a barrier at different times; this brings them into step
+    runner.step(lambda: None)  # ranks leave a barrier at different times; this brings them into step
     clock = StreamClock() if device.type == "cuda" else HostClock()
     clock.mark()
-    for _ in range(calls):
-        contender.step(clock.mark)
+    for _ in range(steps):
+        runner.step(clock.mark)
         clock.mark()
     laps = clock.laps()
+    calls = steps * runner.pairs
     means = torch.tensor([sum(laps[0::2]), sum(laps[1::2]), sum(laps)], dtype=torch.float64, device=device) / calls
     dist.all_reduce(means, dist.ReduceOp.MAX)
     dispatch, combine, both = means.tolist()
@@ -96,7 +140,7 @@ def sample(contender: Contender, calls: int, device: torch.device) -> tuple[floa
 
 
 def compare(contenders: Sequence[Contender], repeats: int, device: torch.device) -> dict[str, Timings]:
-    """Time all contenders in turn.
+    """Time all contenders in turn: on CPU as they are called, on CUDA as graphs replay them.
 
     Args:
         contenders: What to compare.
@@ -106,13 +150,15 @@ def compare(contenders: Sequence[Contender], repeats: int, device: torch.device)
     Returns:
         Timings by contender, the same on every rank.
     """
-    calls = {}
-    for contender in contenders:
-        sample(contender, 2, device)  # warms up
-        calls[contender.name] = max(4, min(100, int(SAMPLE_SECONDS / sample(contender, 3, device)[2])))
-    samples: dict[str, list[tuple[float, float, float]]] = {contender.name: [] for contender in contenders}
+    runners = {c.name: Replayed(c) if device.type == "cuda" else Eager(c) for c in contenders}
+    steps = {}
+    for name, runner in runners.items():
+        sample(runner, 2, device)  # warms up
+        steps[name] = max(4, min(100, int(SAMPLE_SECONDS / runner.pairs / sample(runner, 3, device)[2])))
+    samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in runners}
+    names = list(runners)
     for turn in range(repeats):
-        for i in range(len(contenders)):
-            contender = contenders[(turn + i) % len(contenders)]
-            samples[contender.name].append(sample(contender, calls[contender.name], device))
+        for i in range(len(names)):
+            name = names[(turn + i) % len(names)]
+            samples[name].append(sample(runners[name], steps[name], device))
     return {name: Timings(*map(Timing.of, zip(*taken, strict=True))) for name, taken in samples.items()}

@@ -36,6 +36,14 @@ def test_a_small_run(tmp_path: Path) -> None:
     assert (tmp_path / "dispatch-cpu-2-ranks.png").stat().st_size > 0
 
 
+@pytest.mark.gpu
+def test_a_small_run_on_gpus(tmp_path: Path) -> None:
+    done = bench("--device", "cuda", "--shape", "gpt-oss-120b", "--tokens", "3", "--repeats", "2", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (written,) = tmp_path.glob("dispatch-cuda-*.json")
+    assert [row["name"] for row in json.loads(written.read_text())["rows"]] == ["dma", "direct", "collective"]
+
+
 def test_an_unknown_shape_is_named() -> None:
     pytest.importorskip("typer")
     done = bench("--shape", "gpt-2")
