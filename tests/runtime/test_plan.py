@@ -29,6 +29,7 @@ from thunderep.runtime.plan import (
     combine_messages,
     dispatch_messages,
     plan_combine,
+    plan_combine_in_place,
     plan_dispatch,
 )
 
@@ -230,6 +231,32 @@ def test_an_uneven_call_that_fits_in_half_the_ring_uses_no_slot_twice(call: Call
     (send, *_) = [*lanes(call.schedules()[0], "send"), Lane("send", ())]
     slots = [chunk.signal.flags[0].slot for chunk in chunks(send)]
     assert len(set(slots)) == len(slots) <= call.staging.slots // 2
+
+
+@given(st.one_of(calls(), uneven_combines()))
+def test_what_a_combine_in_place_receives_from_a_rank_lies_in_one_piece(call: Call) -> None:
+    """Of each payload: then its first address says where all of it is."""
+    ranks = range(len(call.rows))
+    shape = (call.rows, call.row_bytes, call.max_rows, call.staging, call.bank)
+    schedules = [plan_combine_in_place(rank, *shape) for rank in ranks]
+    messages = [combine_messages(owner, call.rows, call.row_bytes, call.max_rows) for owner in ranks]
+    slots = [sum(math.ceil(m.nbytes / call.staging.slot_bytes) for m in sent) for sent in messages]
+    if any(needed > call.staging.slots // 2 for needed in slots):
+        assert schedules == [None] * len(ranks)
+        return
+    for rank, schedule in zip(ranks, schedules, strict=True):
+        assert schedule is not None
+        received = [c for lane in lanes(schedule, "receive") for c in copies_of(lane.steps)]
+        shifts: dict[tuple[int, int], set[int]] = {}
+        for copy in received:
+            key = (copy.src.memory.rank, copy.dst.memory.payload)
+            shifts.setdefault(key, set()).add(copy.dst.offset - copy.src.offset)
+        assert all(len(offsets) == 1 for offsets in shifts.values())
+        sizes = dict.fromkeys(shifts, 0)
+        for copy in received:
+            sizes[copy.src.memory.rank, copy.dst.memory.payload] += copy.nbytes
+        mine = [(p, call.rows[rank] * width) for p, width in enumerate(call.row_bytes) if call.rows[rank] * width]
+        assert sizes == {(owner, payload): nbytes for owner in ranks if owner != rank for payload, nbytes in mine}
 
 
 @given(calls())
