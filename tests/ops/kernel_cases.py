@@ -14,6 +14,9 @@ from tests.ops.test_permute import DTYPES, STRIDES, choices
 from tests.ops.test_unpermute import placement
 from thunderep import reference
 from thunderep.ops import permute, unpermute
+from thunderep.ops.kernels.localize import in_rank, localize
+from thunderep.ops.kernels.rank_sum import rank_sum
+from thunderep.placement import local_experts
 from thunderep.testing.inputs import random_rows, same_bits, strided
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -96,6 +99,58 @@ def test_unpermute(rows, topk, hidden, spare, dtype, strides, seed):
     expected_y, _ = unpermute._unpermute_backward_cpu(grad.to(wide), expert_y.to(wide), row_id_map, weights)
     assert torch.equal(grad_y, rounded(expected_y, dtype))
     torch.testing.assert_close(grad_weights, expected_weights, rtol=1e-5, atol=1e-2 if hidden > 99 else 1e-3)
+
+
+@given(
+    rows=st.integers(0, 300),
+    topk=st.integers(1, 5),
+    num_ranks=st.integers(1, 4),
+    num_experts=st.integers(1, 9),
+    idx_dtype=st.sampled_from((torch.int32, torch.int64)),
+    wrong=st.sampled_from((0, -2, 9, 100)),
+    seed=st.integers(0, 2**31),
+)
+def test_localize_and_in_rank(rows, topk, num_ranks, num_experts, idx_dtype, wrong, seed):
+    generator = torch.Generator().manual_seed(seed)
+    idx = torch.randint(-1, num_experts, (rows, topk), generator=generator)
+    if rows and wrong:
+        idx[rows // 2, 0] = wrong
+    weights = torch.rand(rows, topk, generator=generator)
+    owned = [local_experts(num_experts, rank, num_ranks) for rank in range(num_ranks)]
+    bounds = torch.tensor([*(experts.start for experts in owned), num_experts], device=DEVICE)
+    bad = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    went = in_rank(idx.to(idx_dtype).to(DEVICE), bounds, bad).cpu()
+    assert bool(bad) == bool(((idx < -1) | (idx >= num_experts)).any())
+    for rank, experts in enumerate(owned):
+        mine = (idx >= experts.start) & (idx < experts.stop)
+        assert torch.equal(went[:, rank], mine.any(dim=1))
+        local, kept = idx.clone().to(idx_dtype).to(DEVICE), weights.clone().to(DEVICE)
+        localize(local, kept, experts)
+        assert torch.equal(local.cpu(), torch.where(mine, idx - experts.start, -1).to(idx_dtype))
+        assert torch.equal(kept.cpu(), torch.where(mine, weights, 0))
+
+
+@given(
+    tokens=st.integers(0, 6),
+    spare=st.integers(0, 2),
+    num_ranks=st.integers(1, 4),
+    hidden=st.one_of(st.integers(1, 70), st.sampled_from((2048, 2049))),
+    dtype=st.sampled_from((torch.bfloat16, torch.float16, torch.float32)),
+    seed=st.integers(0, 2**31),
+)
+def test_rank_sum(tokens, spare, num_ranks, hidden, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    by_rank = torch.randn(num_ranks, tokens + spare, hidden, generator=generator).to(dtype)
+    went = torch.rand(tokens, num_ranks, generator=generator) < 0.6
+    total = torch.zeros(tokens, hidden)
+    for rank in range(num_ranks):
+        total += torch.where(went[:, rank : rank + 1], by_rank[rank, :tokens].float(), 0)
+        by_rank[rank, :tokens][~went[:, rank]] = torch.nan
+    rank = seed % num_ranks
+    own = by_rank[rank].clone()
+    by_rank[rank] = torch.nan
+    got = rank_sum(own.to(DEVICE), by_rank.to(DEVICE), went.to(DEVICE), rank).cpu()
+    assert same_bits(got, rounded(total, dtype))
 
 
 def test_offsets_beyond_2_to_the_31():
