@@ -27,12 +27,8 @@ def require(condition: bool, name: str, got: object, expected: object) -> None:
 def require_device(buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError unless all tensors are where the Buffer's are."""
     for name, tensor in tensors.items():
-        require(
-            tensor.device.type == buffer.device.type,
-            name,
-            f"a tensor on {tensor.device}",
-            f"one on the Buffer's {buffer.device}",
-        )
+        if tensor.device.type != buffer.device.type:
+            raise ValueError(f"{name}: got a tensor on {tensor.device}, expected one on the Buffer's {buffer.device}")
 
 
 def kernels(owner: Buffer, transport: Transport, call: Call) -> Kernels | None:

@@ -75,7 +75,7 @@ class CollectiveTransport:
         self.check()
         if device.type != "cpu":  # reading the peers' calls would stop the GPU
             return [call.max_tokens if rank != self._rank else call.tokens for rank in range(self._num_ranks)]
-        mine = torch.tensor(call.as_tuple(), dtype=torch.int64)
+        mine = torch.tensor(call, dtype=torch.int64)
         calls = mine.new_empty(self._num_ranks * len(mine))
         self._run(lambda: _all_gather(calls, mine, group=self._group))
         return agree([Call(*row) for row in calls.view(self._num_ranks, -1).tolist()])

@@ -78,7 +78,7 @@ class Control:
         self.sequence += 1
         at = arena.CONTROL_ANNOUNCE + self.sequence % 2 * arena.ANNOUNCE_BYTES
         memory, record = self._segment.bytes, self._layout.control(self._rank, at)
-        _RECORD.pack_into(memory, record, 0, *call.as_tuple())
+        _RECORD.pack_into(memory, record, 0, *call)
         fence()  # whoever sees the sequence number sees the call
         _SEQUENCE.pack_into(memory, record, self.sequence)
         return at

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from thunderep.runtime.window import Window
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """What all ranks must agree on before an operation moves anything; only `tokens` may differ.
 
     Attributes:
@@ -35,10 +33,6 @@ class Call:
     topk: int = 0
     idx_dtype: int = 0
     scales: int = -1
-
-    def as_tuple(self) -> tuple[int, ...]:
-        """The fields in their order."""
-        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 KINDS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
@@ -113,18 +107,19 @@ def agree(calls: Sequence[Call]) -> list[int]:
     Raises:
         RuntimeError: They are not; each rank's value is listed.
     """
+    if any(call._replace(tokens=0) != calls[0]._replace(tokens=0) for call in calls):
+        raise RuntimeError(_difference(calls))
+    return [call.tokens for call in calls]
+
+
+def _difference(calls: Sequence[Call]) -> str:
+    """What calls that are not one operation differ in first."""
     show = {
         "kind": lambda value: KINDS[value],
         "dtype": lambda value: str(DTYPES[value]),
         "idx_dtype": lambda value: str(DTYPES[value]),
     }
-    names = [field.name for field in fields(Call) if field.name != "tokens"]
-    if any(call.kind != calls[0].kind for call in calls):
-        names = ["kind"]
-    for name in names:
-        values = [getattr(call, name) for call in calls]
-        if any(value != values[0] for value in values):
-            listed = ", ".join(f"rank {rank} has {show.get(name, str)(value)}" for rank, value in enumerate(values))
-            hint = " (the number of tokens, unless max_tokens is given)" if name == "max_tokens" else ""
-            raise RuntimeError(f"ranks disagree on {name}: {listed}{hint}")
-    return [call.tokens for call in calls]
+    name = next(n for n in Call._fields if n != "tokens" and len({getattr(call, n) for call in calls}) > 1)
+    listed = ", ".join(f"rank {rank} has {show.get(name, str)(getattr(call, name))}" for rank, call in enumerate(calls))
+    hint = " (the number of tokens, unless max_tokens is given)" if name == "max_tokens" else ""
+    return f"ranks disagree on {name}: {listed}{hint}"
