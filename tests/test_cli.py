@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from thunderep.cli import app
+from thunderep.runtime.diagnosis import Finding
+from thunderep.runtime.topology import Machine
 
 TINY = ("--ranks", "2", "--no-compile")
 
@@ -126,4 +131,116 @@ def test_compile_that_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_output_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     result = CliRunner().invoke(app, ["demo", *TINY, "--out", str(tmp_path / "file" / "out")])
+    assert (result.exit_code, "file/out" in result.output) == (1, True), result.output
+
+
+def test_doctor_shows_a_table() -> None:
+    status, output = finish(start("doctor"))
+    assert status == int("Problems:" in output)
+    for word in ("what to do", "GPUs", "versions", "NUMA", "memory", "shared memory", "system"):
+        assert word in output
+
+
+def test_doctors_json_is_complete() -> None:
+    status, output = finish(start("doctor", "--json"))
+    report = json.loads(output)
+    assert set(report["machine"]) == {field.name for field in fields(Machine)}
+    assert all(set(finding) == {field.name for field in fields(Finding)} for finding in report["findings"])
+    assert report["problems"] == sum(finding["level"] == "problem" for finding in report["findings"])
+    assert status == int(report["problems"] > 0)
+
+
+def test_doctors_status_says_whether_there_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    for level, status in (("ok", 0), ("note", 0), ("problem", 1)):
+        monkeypatch.setattr(
+            "thunderep.runtime.diagnosis.diagnose", lambda _, level=level: [Finding(level, "link", "x4 [of 16]", "reseat")]
+        )
+        result = CliRunner().invoke(app, ["doctor"])
+        assert (result.exit_code, "x4 [of 16]" in result.output) == (status, True), result.output
+
+
+@pytest.mark.parametrize("name", ["psutil", "pynvml"])
+def test_doctor_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert (result.exit_code, result.output) == (1, f"thunderep: {name} is not installed; pip install 'thunderep[doctor]'\n")
+
+
+def test_the_command_needs_none_of_doctors_packages() -> None:
+    code = "import sys; sys.modules['psutil'] = sys.modules['pynvml'] = None; import thunderep.cli"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_simulate_says_everywhere_that_it_is_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    savefig = Figure.savefig
+
+    def save(figure: Figure, path: Path) -> None:
+        figures.append(figure)
+        savefig(figure, path)
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    files = ("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png"))
+    sizes = (
+        "--machine",
+        "h200-2",
+        "--machine",
+        "rtx5090-4",
+        "--tokens",
+        "512",
+        "--tokens",
+        "64",
+        "--hidden",
+        "1024",
+        "--topk",
+        "4",
+    )
+    result = CliRunner().invoke(app, ["simulate", *sizes, *files])
+    assert result.exit_code == 0, result.output
+    for title in ("2 x H200, peer access off (simulated, not measured)", "4 x RTX 5090 (simulated, not measured)"):
+        assert title in result.output
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["simulated"] is True
+    assert content["shape"] == {"hidden": 1024, "topk": 4}
+    assert [machine["name"] for machine in content["machines"]] == ["2 x H200, peer access off", "4 x RTX 5090"]
+    assert all(machine["sources"] for machine in content["machines"])
+    assert len(content["rows"]) == 2 * 2 * 2
+    for row in content["rows"]:
+        assert row["simulated"] is True
+        assert row["ratio"] == pytest.approx(row["nccl"] / row["ours"])
+        assert f"{row['ours']:,.0f}" in result.output
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    titles = [figures[0].get_suptitle(), *(axes.get_title() for axes in figures[0].axes)]
+    assert all("simulated" in title for title in titles)
+    assert all(axes.get_ylim()[0] == 0 < axes.dataLim.ymax < axes.get_ylim()[1] for axes in figures[0].axes)
+
+
+def test_simulate_shows_its_error_at_every_measured_point() -> None:
+    result = CliRunner().invoke(app, ["simulate", "--check"], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    assert result.output.count("copy engines: all-gather, the best plan") == 10
+    assert result.output.count("nccl: ") == 72 + 2
+    assert "simulated beside measured" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--machine", "no-such-machine"), "rtx4090-8-one-socket"),
+        (("--tokens", "0"), "--tokens"),
+        (("--hidden", "0"), "--hidden"),
+        (("--topk", "-1"), "--topk"),
+    ],
+)
+def test_bad_options_of_simulate_are_named(arguments: tuple[str, ...], word: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", *arguments])
+    assert (result.exit_code, word in result.output) == (2, True), result.output
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_simulate_that_cannot_write(tmp_path: Path, option: str) -> None:
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(
+        app, ["simulate", "--machine", "h200-2", "--tokens", "1", option, str(tmp_path / "file" / "out.png")]
+    )
     assert (result.exit_code, "file/out" in result.output) == (1, True), result.output

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +15,7 @@ try:
     import typer
     from rich.console import Console
     from rich.markup import escape
+    from rich.table import Table
 except ModuleNotFoundError as error:  # an extra, which not every installation has
     sys.exit(f"thunderep: {error.name} is not installed; pip install 'thunderep[demo]'")
 
@@ -20,6 +23,9 @@ from thunderep.demo.app import run
 from thunderep.demo.config import DemoConfig
 from thunderep.demo.launch import RankError
 from thunderep.demo.machine import choose_device, compile_obstacle
+from thunderep.forecast import calibration, report
+from thunderep.forecast.predict import KINDS, Shape, forecast
+from thunderep.runtime import diagnosis, machines, topology
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -68,6 +74,69 @@ def demo(
         console.print(f"[red]The demo failed: {escape(str(error))}[/]", soft_wrap=True)
         raise typer.Exit(1) from None
     raise typer.Exit(0 if agrees else 1)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="All facts and findings as JSON, for programs.")] = False,
+) -> None:
+    """Look at this machine: what it has, what will not work or be slow, and what to do. Status 1 if there is a problem."""
+    try:
+        machine = topology.read()
+    except ModuleNotFoundError as error:
+        typer.echo(f"thunderep: {error.name} is not installed; pip install 'thunderep[doctor]'", err=True)
+        raise typer.Exit(1) from None
+    findings = diagnosis.diagnose(machine)
+    problems = sum(finding.level == "problem" for finding in findings)
+    if as_json:
+        report = {"problems": problems, "findings": [asdict(finding) for finding in findings], "machine": asdict(machine)}
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        table = Table("", "what", "found", "what to do", box=None, header_style="bold", padding=(0, 1))
+        colors = {"ok": "green", "note": "yellow", "problem": "red"}
+        for finding in findings:
+            cells = (finding.subject, finding.found, finding.advice)
+            table.add_row(f"[{colors[finding.level]}]{finding.level}[/]", *map(escape, cells))
+        console = Console(highlight=False)
+        console.print(table)
+        console.print(f"[red]Problems: {problems}.[/]" if problems else "[green]No problem.[/]")
+    raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
+def simulate(
+    machine: Annotated[list[str] | None, typer.Option(help="A name or a .json file; repeatable; by default all.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Per rank; repeatable; by default 1 to 4096.")] = None,
+    hidden: Annotated[int, typer.Option(min=1, help="Elements in a row; by default Qwen3-30B-A3B's.")] = 2048,
+    topk: Annotated[int, typer.Option(min=1, help="Experts a token; by default Qwen3-30B-A3B's.")] = 8,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write all figures as JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Where to write a plot as PNG.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Only show how far simulated times are from measured ones.")] = False,
+) -> None:
+    """Say what dispatch and combine would take on a described machine, and what NCCL would: simulated, not measured."""
+    console = Console(highlight=False)
+    if check:
+        console.print(*report.calibration_tables(list(calibration.points())))
+        return
+    try:
+        chosen = [machines.load(name) for name in machine or machines.names()]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    shape = Shape(hidden, topk)
+    rows = []
+    for described in chosen:
+        counts = sorted(set(tokens or (1, 16, 64, 256, 1024, 4096)))
+        table = [forecast(described, kind, shape, count) for kind in KINDS for count in counts]
+        console.print(report.forecast_table(described, shape, table))
+        rows += table
+    try:
+        if json_file:
+            report.write_json(json_file, chosen, shape, rows)
+        if plot:
+            report.write_plot(plot, shape, rows)
+    except OSError as error:
+        console.print(f"[red]Not written: {escape(str(error))}[/]", soft_wrap=True)
+        raise typer.Exit(1) from None
 
 
 def main() -> None:

@@ -119,7 +119,7 @@ def test_a_small_shared_memory_is_an_error_with_both_sizes(monkeypatch: pytest.M
 
 
 def test_short_memory_is_an_error_before_a_page_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = arena._available_memory()
+    free = arena.available_memory()
     assert free is not None
     assert free > 1 << 20
     needed = free * 2 // 4096 * 4096

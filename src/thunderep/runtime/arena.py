@@ -185,7 +185,7 @@ def supports_memfd() -> bool:
 def _create_memfd(nbytes: int) -> tuple[int, str]:
     if not supports_memfd():
         raise RuntimeError("this system has no memfd_create or no /proc")
-    _require(nbytes, _available_memory(), "memory")
+    _require(nbytes, available_memory(), "memory")
     fd = os.memfd_create("thunderep", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, nbytes)
@@ -247,18 +247,19 @@ def _require(needed: int, free: int | None, where: str) -> None:
         )
 
 
-def _available_memory() -> int | None:
+def available_memory(root: Path = Path("/")) -> int | None:
     """Bytes that this process may still take: what the kernel calls available, and what its control group leaves."""
     limits = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
-        line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
+        line = next(line for line in (root / "proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable:"))
         limits.append(int(line.split()[1]) * 1024)
     for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         with contextlib.suppress(OSError, ValueError):
-            limits.append(max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
+            cgroup = root / "sys/fs/cgroup"
+            limits.append(max(0, int((cgroup / limit).read_text()) - int((cgroup / used).read_text())))
     return min(limits) if limits else None
 
 

@@ -1,4 +1,4 @@
-"""The driver: pinned memory, copies on copy engines, and waits that need no SM. The one module that imports cuda-python.
+"""The driver: GPUs, pinned memory, copies on copy engines, and waits that need no SM. The one module that imports cuda-python.
 
 Every call goes through `_call`, which checks its code. cuda-python 12 and 13 both do; a function that is missing is
 named. Streams are the integers that torch calls `cuda_stream`.
@@ -9,7 +9,10 @@ that work wrote is visible to whoever sees the value; a wait keeps later work of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 _BATCH = 255  # operations that one call takes
@@ -50,6 +53,92 @@ def _versions(driver: Any) -> str:
     return f"driver for CUDA {known}, cuda-python for CUDA {getattr(driver, 'CUDA_VERSION', 0) / 1000:g}"
 
 
+def versions() -> tuple[int | None, int | None]:
+    """The CUDA versions of the driver and of cuda-python as cuda.h has them, 12040 for 12.4; None where there is none."""
+    try:
+        binding = int(_driver().CUDA_VERSION)
+    except CudaError:
+        return None, None
+    try:
+        return int(_call("cuDriverGetVersion")), binding
+    except CudaError:
+        return None, binding
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU that this process sees.
+
+    Args:
+        ordinal: Its place in CUDA's order, which other libraries need not share.
+        name: What its maker calls it.
+        uuid: "GPU-" and its UUID.
+        pci_address: domain:bus:device.function in lower-case hexadecimal digits, as in /sys/bus/pci/devices.
+        copy_engines: How many copies it can have under way beside its kernels.
+        peers: Ordinals of the GPUs whose memory it can reach.
+    """
+
+    ordinal: int
+    name: str
+    uuid: str
+    pci_address: str
+    copy_engines: int
+    peers: tuple[int, ...]
+
+
+def devices() -> list[Device]:
+    """All GPUs that this process sees.
+
+    Raises:
+        CudaError: There is no driver, or no GPU.
+    """
+    _call("cuInit", 0)
+    handles = [_call("cuDeviceGet", ordinal) for ordinal in range(_call("cuDeviceGetCount"))]
+    engines = _driver().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT
+    return [
+        Device(
+            ordinal,
+            _string(_call("cuDeviceGetName", 256, handle)),
+            f"GPU-{uuid.UUID(bytes=bytes(_call('cuDeviceGetUuid', handle).bytes))}",
+            _string(_call("cuDeviceGetPCIBusId", 16, handle)).lower(),
+            _call("cuDeviceGetAttribute", engines, handle),
+            tuple(n for n, peer in enumerate(handles) if n != ordinal and _call("cuDeviceCanAccessPeer", handle, peer)),
+        )
+        for ordinal, handle in enumerate(handles)
+    ]
+
+
+def _string(text: bytes) -> str:
+    return text.split(b"\0")[0].decode()
+
+
+@contextlib.contextmanager
+def context(ordinal: int) -> Iterator[None]:
+    """Make the context of a GPU current that all libraries in this process share."""
+    device = _call("cuDeviceGet", ordinal)
+    _call("cuCtxPushCurrent", _call("cuDevicePrimaryCtxRetain", device))
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent")
+        _call("cuDevicePrimaryCtxRelease", device)
+
+
+@contextlib.contextmanager
+def allocate(nbytes: int) -> Iterator[int]:
+    """Memory of the current context's GPU, by its address; freed at the end."""
+    address = int(_call("cuMemAlloc", nbytes))
+    try:
+        yield address
+    finally:
+        _call("cuMemFree", address)
+
+
+def synchronize() -> None:
+    """Wait until the current context's GPU has done all it was given; the host then sees what copies wrote."""
+    _call("cuCtxSynchronize")
+
+
 def register(address: int, nbytes: int) -> int:
     """Pin host memory for all devices of this process and return the address by which a device knows it.
 
@@ -59,6 +148,11 @@ def register(address: int, nbytes: int) -> int:
     driver = _driver()
     flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
     _call("cuMemHostRegister", address, nbytes, flags, what=f"{nbytes} bytes; see ulimit -l and free memory")
+    return device_address(address)
+
+
+def device_address(address: int) -> int:
+    """The address by which the current context's device knows pinned host memory."""
     return int(_call("cuMemHostGetDevicePointer", address, 0))
 
 

@@ -1,0 +1,153 @@
+"""Descriptions of machines for `simulate`; the JSON files beside this one, and any other of the same form.
+
+Bandwidth is in GB/s (10^9 bytes a second), time in microseconds. In every file `sources` says of each figure whether it was
+measured, comes from a public report, is PCIe arithmetic, was calibrated (fitted to measurements) or is assumed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A link between a GPU, or a switch, and the host.
+
+    Attributes:
+        one_way_gbps: What each direction carries.
+        both_ways_gbps: What both directions together carry when copy engines use them at once.
+        sm_both_ways_gbps: The same when SMs do.
+    """
+
+    one_way_gbps: float
+    both_ways_gbps: float
+    sm_both_ways_gbps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """Where a GPU sits: the kind of its own link, its socket, and the switch or host bridge that it shares, if any."""
+
+    link: str
+    socket: int = 0
+    bridge: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyEngines:
+    """What moves bytes for `dma`.
+
+    Attributes:
+        count: Engines a GPU: 1 for everything; 2, one of them for the way down (host to device); 3, one also for copies within.
+        launch_us: What an operation costs beside its nodes.
+        copy_us: Latency of a copy, before it queues for its engine.
+        flag_us: Cost of a batch of stream memory operations, however many it holds.
+        flag_latency_us: From a signal to the GPU that waits for it, through host memory.
+    """
+
+    count: int
+    launch_us: float
+    copy_us: float
+    flag_us: float
+    flag_latency_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """One of NCCL's protocols: cost of a launch, latency of a hop, bytes on the wire for each byte of data."""
+
+    launch_us: float
+    hop_us: float
+    overhead: float
+
+
+@dataclass(frozen=True, slots=True)
+class Nccl:
+    """NCCL's ring: `chunk_bytes`, over all its channels, go in one step; protocols by name."""
+
+    chunk_bytes: int
+    protocols: Mapping[str, Protocol]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineModel:
+    """GPUs of one host, without peer access.
+
+    Attributes:
+        name: For people.
+        gpus: By rank.
+        links: Kinds of link, by name; each GPU has a link of its own.
+        bridges: Switches or host bridges that GPUs share, by name.
+        memory_gbps: Reads and writes of one socket's memory together.
+        socket_link_gbps: From any socket to any other, each direction.
+        device_gbps: A copy within a GPU.
+        copy_engines: What moves bytes for `dma`.
+        nccl: What moves bytes for NCCL.
+        sources: Where each figure comes from.
+    """
+
+    name: str
+    gpus: tuple[Gpu, ...]
+    links: Mapping[str, Link]
+    bridges: Mapping[str, Link]
+    memory_gbps: float
+    socket_link_gbps: float
+    device_gbps: float
+    copy_engines: CopyEngines
+    nccl: Nccl
+    sources: Mapping[str, str]
+
+    @classmethod
+    def of(cls, content: Mapping[str, Any]) -> MachineModel:
+        """From the content of a machine file.
+
+        Raises:
+            ValueError: Something is missing, unknown, or not above 0, or a GPU names a link or bridge that is not there.
+        """
+        try:
+            nccl = content["nccl"]
+            parts = {
+                "gpus": tuple(Gpu(**gpu) for gpu in content["gpus"]),
+                "links": {name: Link(**link) for name, link in content["links"].items()},
+                "bridges": {name: Link(**link) for name, link in content["bridges"].items()},
+                "copy_engines": CopyEngines(**content["copy_engines"]),
+                "nccl": Nccl(nccl["chunk_bytes"], {name: Protocol(**p) for name, p in nccl["protocols"].items()}),
+            }
+            machine = cls(**{**content, **parts})
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"not a machine description: {error}") from error
+        links = [*machine.links.values(), *machine.bridges.values()]
+        ceilings = [ceiling for link in links for ceiling in (link.one_way_gbps, link.both_ways_gbps, link.sm_both_ways_gbps)]
+        sizes = (*ceilings, machine.memory_gbps, machine.socket_link_gbps, machine.device_gbps, machine.nccl.chunk_bytes)
+        if not all(size > 0 for size in (*sizes, machine.copy_engines.count, len(machine.gpus))):
+            raise ValueError("every bandwidth, the chunk, and the numbers of GPUs and copy engines must be above 0")
+        for gpu in machine.gpus:
+            if gpu.link not in machine.links or gpu.bridge not in {None, *machine.bridges}:
+                raise ValueError(f"gpus: {gpu} names a link or a bridge that is not there")
+        return machine
+
+
+def names() -> list[str]:
+    """The machines that come with the package."""
+    files = [Path(entry.name) for entry in resources.files(__name__).iterdir()]
+    return sorted(file.stem for file in files if file.suffix == ".json")
+
+
+def load(name: str) -> MachineModel:
+    """The machine of that name, or of that file if it ends in .json.
+
+    Raises:
+        ValueError: There is none, or it cannot be read.
+    """
+    if not name.endswith(".json") and name not in names():
+        raise ValueError(f"machine: got {name!r}, expected a file that ends in .json or one of {', '.join(names())}")
+    file = Path(name) if name.endswith(".json") else resources.files(__name__) / f"{name}.json"
+    try:
+        return MachineModel.of(json.loads(file.read_text()))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"machine: {name}: {error}") from error

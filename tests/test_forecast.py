@@ -1,0 +1,121 @@
+"""The machines that come with the package, what is said of them, and how far that is from what was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from thunderep.forecast.calibration import points
+from thunderep.forecast.predict import KINDS, Kind, Shape, forecast
+from thunderep.runtime import machines
+from thunderep.runtime.ring import plan_ring
+from thunderep.runtime.simulate import Executor, simulate
+
+QWEN3 = Shape(2048, 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", machines.names())
+def test_every_machine_runs(name: str, kind: Kind) -> None:
+    described = machines.load(name)
+    small, large = (forecast(described, kind, QWEN3, tokens) for tokens in (1, 1000))
+    assert 0 < small.ours < large.ours
+    assert 0 < small.nccl < large.nccl
+    assert large.needed <= large.ours
+    assert (large.fp8 is not None and large.fp8 < large.ours) == (kind == "dispatch")
+
+
+def test_the_machines_asked_for_are_there() -> None:
+    sizes = {name: len(machines.load(name).gpus) for name in machines.names()}
+    assert sizes == {
+        "h200-2": 2,
+        "h200-4": 4,
+        "rtx3090-4-one-at-x4": 4,
+        "rtx4090-4-one-socket": 4,
+        "rtx4090-4-two-sockets": 4,
+        "rtx4090-8-one-socket": 8,
+        "rtx4090-8-switches": 8,
+        "rtx4090-8-two-sockets": 8,
+        "rtx5070ti-2": 2,
+        "rtx5090-4": 4,
+        "rtx5090-8": 8,
+    }
+
+
+@pytest.mark.parametrize("name", machines.names())
+def test_every_figure_has_a_source(name: str) -> None:
+    described = machines.load(name)
+    figures = ["memory_gbps", "socket_link_gbps", "device_gbps", "nccl.chunk_bytes"]
+    figures += [f"nccl.{protocol}" for protocol in described.nccl.protocols]
+    figures += ["bridges"] if described.bridges else []
+    figures += [f"copy_engines.{field}" for field in ("count", "launch_us", "copy_us", "flag_us", "flag_latency_us")]
+    figures += [
+        f"links.{link}.{field}" for link in described.links for field in ("one_way_gbps", "both_ways_gbps", "sm_both_ways_gbps")
+    ]
+    for figure in figures:
+        source = described.sources.get(figure) or described.sources.get(figure.rpartition(".")[0], "")
+        assert re.match("measured|calibrated|public report|PCIe arithmetic|assumed", source), figure
+        assert name == "h200-2" or not re.match("measured(?! on 2 x H200)|calibrated(?! on)", source), figure
+
+
+@pytest.mark.parametrize(
+    ("executor", "fitted", "count", "typical", "worst"),
+    [("copy engines", True, 10, 0.05, 0.06), ("nccl", True, 18, 0.03, 0.12), ("nccl", False, 54, 0.05, 0.23)],
+)
+def test_errors_against_what_was_measured(executor: str, fitted: bool, count: int, typical: float, worst: float) -> None:
+    errors = [abs(point.error) for point in points() if (point.executor, point.fitted) == (executor, fitted)]
+    assert len(errors) == count
+    assert median(errors) < typical
+    assert max(errors) < worst
+
+
+@pytest.mark.parametrize(("name", "nbytes", "reported_gbps"), [("rtx5090-8", 1 << 28, 28), ("rtx5070ti-2", 20_000_000, 1.9)])
+def test_public_reports_of_all_reduce(name: str, nbytes: int, reported_gbps: float) -> None:
+    """Bus bandwidth of a ring: reduce-scatter, then all-gather."""
+    described = machines.load(name)
+    num_ranks = len(described.gpus)
+    schedules = [plan_ring(rank, num_ranks, nbytes // num_ranks, described.nccl.chunk_bytes) for rank in range(num_ranks)]
+    us = 2 * simulate(schedules, described, Executor.nccl(described.nccl.protocols["Simple"])).us
+    assert 2 * (num_ranks - 1) / num_ranks * nbytes / us / 1e3 == pytest.approx(reported_gbps, rel=0.1)
+
+
+def test_the_share_of_rows_that_a_peer_needs() -> None:
+    assert Shape(1, 1).needed_share(4) == 0.25
+    assert Shape(1, 8).needed_share(8) == pytest.approx(1 - (7 / 8) ** 8)
+
+
+def test_a_description_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    content = json.loads((Path(machines.__file__).parent / "h200-2.json").read_text())
+    file.write_text(json.dumps(content | {"name": "mine", "memory_gbps": 10}))
+    assert forecast(machines.load(str(file)), "dispatch", QWEN3, 4096).ours > 6_000
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory_gbps": 0}, "above 0"),
+        ({"gpus": []}, "above 0"),
+        ({"gpus": [{"link": "x8"}]}, "names a link"),
+        ({"gpus": [{"link": "x16", "bridge": "b"}]}, "or a bridge that is not there"),
+        ({"colour": "red"}, "colour"),
+        ({"copy_engines": {"count": 3}}, "launch_us"),
+        ({"links": 3}, "not a machine description"),
+    ],
+)
+def test_bad_descriptions_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    file = tmp_path / "bad.json"
+    content = json.loads((Path(machines.__file__).parent / "h200-2.json").read_text())
+    file.write_text(json.dumps(content | change))
+    with pytest.raises(ValueError, match=message):
+        machines.load(str(file))
+
+
+@pytest.mark.parametrize("name", ["no-such-machine", "/no/such/file.json", "../h200-2"])
+def test_unknown_machines_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"machine: .*{name}"):
+        machines.load(name)
