@@ -7,8 +7,6 @@ holds nothing else. A pointer of 0 means: no word.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -39,9 +37,9 @@ def put(word: tl.tensor, a: tl.tensor, b: tl.tensor, c: tl.tensor, sequence: tl.
 
 
 @triton.jit
-def get(word: tl.tensor, sequence: tl.tensor, stop: tl.tensor) -> Any:
+def get(word: tl.tensor, sequence: tl.tensor, stop: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Poll one word an element until it carries this sequence number, or the stop word is set."""
-    return tl.inline_asm_elementwise(
+    return tl.inline_asm_elementwise(  # type: ignore[no-any-return]
         """
         {
             .reg .pred some;
@@ -80,9 +78,9 @@ def get(word: tl.tensor, sequence: tl.tensor, stop: tl.tensor) -> Any:
 
 
 @triton.jit
-def get4(word: tl.tensor, sequence: tl.tensor, stop: tl.tensor) -> Any:
+def get4(word: tl.tensor, sequence: tl.tensor, stop: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """As `get`, four elements of a thread at a time: their round trips overlap. Each thread must hold a multiple of four."""
-    return tl.inline_asm_elementwise(
+    return tl.inline_asm_elementwise(  # type: ignore[no-any-return]
         """
         {
             .reg .pred some, missing;
