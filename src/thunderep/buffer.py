@@ -18,7 +18,7 @@ from thunderep.runtime import arena, window
 from thunderep.runtime.collective import CollectiveTransport
 from thunderep.runtime.control import Control
 from thunderep.runtime.host import HostTransport
-from thunderep.runtime.plan import ALIGNMENT, MIN_SLOT_BYTES, Staging
+from thunderep.runtime.plan import ALIGNMENT, GPU_WAYS, MAX_DEFAULT_STAGING, MIN_SLOT_BYTES, Staging
 from thunderep.runtime.rendezvous import Rendezvous, compare, host_id, share_segment
 from thunderep.runtime.transport import DTYPES, Transport
 from thunderep.runtime.watchdog import Watchdog
@@ -26,10 +26,9 @@ from thunderep.work import Work, Worker
 
 TransportName = Literal["auto", "dma", "direct", "shm", "collective"]
 
-_MAX_DEFAULT_STAGING = 256 << 20
 _MIN_WINDOW = 512 << 10
 """Bytes a rank with which small calls travel as words that carry their own signals; less if staging_bytes says so."""
-_MAX_RANKS = {"dma": arena.MAX_LANES // 2 - 1, "direct": window.MAX_RANKS}
+_MAX_RANKS = {"dma": arena.MAX_LANES // GPU_WAYS - 1, "direct": window.MAX_RANKS}
 _AGREED = (
     "num_experts", "hidden", "topk", "max_tokens", "dtype", "device", "transport", "staging_bytes", "timeout", "name",
 )  # fmt: skip
@@ -282,7 +281,7 @@ class Buffer:
         half = Staging.slots_for(self.num_ranks) // 2
         chunks_per_peer = half // max(1, self.num_ranks - 1)
         slot = max(-(-dispatch // half), -(-combine // chunks_per_peer), MIN_SLOT_BYTES) + ALIGNMENT
-        return min(2 * half * slot, _MAX_DEFAULT_STAGING)
+        return min(2 * half * slot, MAX_DEFAULT_STAGING)
 
 
 def lookup(name: str) -> Buffer:

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from thunderep import buffer
-from thunderep.runtime import cuda, diagnosis, topology, trial
+from thunderep.runtime import cuda, topology, trial
 from thunderep.runtime.diagnosis import Finding, diagnose
 from thunderep.runtime.topology import Machine
 
@@ -497,10 +496,6 @@ def test_locked_memory(install: Install, tmp_path: Path) -> None:
     assert "limited to 8 MiB" in found(limited, "locked memory").found
     free = replace(machine, memory=replace(machine.memory, locked_limit=-1))
     assert not [finding for finding in diagnose(free) if finding.subject == "locked memory"]
-
-
-def test_needed_memory_is_what_a_buffer_takes_by_default() -> None:
-    assert diagnosis.STAGING == buffer._MAX_DEFAULT_STAGING
 
 
 def test_wsl_and_containers(install: Install, tmp_path: Path) -> None:

@@ -11,17 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from thunderep.runtime.machines import MachineModel, Protocol
-from thunderep.runtime.plan import Copy, Lane, Schedule, Staging, plan_combine, plan_dispatch
+from thunderep.runtime.plan import GPU_WAYS, MAX_DEFAULT_STAGING, Copy, Lane, Schedule, Staging, plan_combine, plan_dispatch
 from thunderep.runtime.ring import plan_ring
 from thunderep.runtime.simulate import Executor, simulate
 
 Kind = Literal["dispatch", "combine"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
-STAGING_BYTES = 256 << 20
-"""Staging per rank: the most that a Buffer takes by default."""
-
-_WAYS = 2  # as `dma` has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +90,15 @@ def forecast(machine: MachineModel, kind: Kind, shape: Shape, tokens: int) -> Fo
 
 def dispatch_schedules(num_ranks: int, tokens: int, row_bytes: Sequence[int], share: float = 1.0) -> list[Schedule]:
     """What `dma` executes for a dispatch; with a `share`, every copy out of staging has only that part of its bytes."""
-    staging = Staging.of(num_ranks, STAGING_BYTES)
-    schedules = [plan_dispatch(r, [tokens] * num_ranks, row_bytes, tokens, staging, 0, _WAYS) for r in range(num_ranks)]
+    staging = Staging.of(num_ranks, MAX_DEFAULT_STAGING)
+    schedules = [plan_dispatch(r, [tokens] * num_ranks, row_bytes, tokens, staging, 0, GPU_WAYS) for r in range(num_ranks)]
     return [replace(s, lanes=tuple(_read_less(lane, share) for lane in s.lanes)) for s in schedules]
 
 
 def combine_schedules(num_ranks: int, tokens: int, row_bytes: Sequence[int]) -> list[Schedule]:
     """What `dma` executes for a combine."""
-    staging = Staging.of(num_ranks, STAGING_BYTES)
-    return [plan_combine(r, [tokens] * num_ranks, row_bytes, tokens, staging, 0, _WAYS) for r in range(num_ranks)]
+    staging = Staging.of(num_ranks, MAX_DEFAULT_STAGING)
+    return [plan_combine(r, [tokens] * num_ranks, row_bytes, tokens, staging, 0, GPU_WAYS) for r in range(num_ranks)]
 
 
 def nccl_us(machine: MachineModel, tokens: int, row_bytes: Sequence[int]) -> float:

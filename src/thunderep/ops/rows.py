@@ -88,18 +88,18 @@ def _sum(own: torch.Tensor, by_rank: ByRank, is_token_in_rank: torch.Tensor, ran
 
         return rank_sum(own, by_rank, is_token_in_rank, rank)
     tokens, width = is_token_in_rank.shape[0], own.shape[1]
-    absent = [(~went).nonzero().squeeze(1) for went in is_token_in_rank.unbind(1)]
-    for other, rows in enumerate(absent):
-        if other != rank:  # the +0 that these become changes no sum that began with +0
-            by_rank[other].index_fill_(0, rows, 0)
-    parts = [(own if other == rank else by_rank[other])[:tokens].split(_BLOCK_ROWS) for other in range(len(absent))]
+    parts = []
+    for other, went in enumerate(is_token_in_rank.unbind(1)):
+        if other != rank:  # the +0 that rows become which were not asked for changes no sum that began with +0
+            by_rank[other].index_fill_(0, (~went).nonzero().squeeze(1), 0)
+        parts.append((own if other == rank else by_rank[other])[:tokens].split(_BLOCK_ROWS))
     result = own.new_empty(tokens, width)
     total, wide = (torch.empty(min(_BLOCK_ROWS, tokens), width) for _ in range(2))
     for i, block in enumerate(result.split(_BLOCK_ROWS)):
         sum_, part = total[: len(block)].zero_(), wide[: len(block)]
         for other, blocks in enumerate(parts):
             part.copy_(blocks[i])
-            if other == rank:
+            if other == rank:  # the caller's rows, which stay as they are
                 here = slice(i * _BLOCK_ROWS, i * _BLOCK_ROWS + len(block))
                 part.index_fill_(0, (~is_token_in_rank[here, rank]).nonzero().squeeze(1), 0)
             sum_ += part

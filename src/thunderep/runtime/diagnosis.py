@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thunderep.runtime import arena
-from thunderep.runtime.plan import Staging
+from thunderep.runtime.plan import MAX_DEFAULT_STAGING, Staging
 from thunderep.runtime.topology import Gpu, Machine
 
 Level = Literal["ok", "note", "problem"]
-
-STAGING = 256 << 20
-"""Bytes of staging a rank that a Buffer takes at most unless it is told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +236,7 @@ def _name(gpu: Gpu) -> str:
 def _needed(machine: Machine) -> int:
     """Bytes in the segment of a Buffer with the most staging that is taken unasked: one rank a GPU, and at least two."""
     num_ranks = max(2, len(machine.gpus))
-    return arena.Layout(num_ranks, Staging.of(num_ranks, STAGING)).nbytes
+    return arena.Layout(num_ranks, Staging.of(num_ranks, MAX_DEFAULT_STAGING)).nbytes
 
 
 def _mib(nbytes: int | None) -> str:

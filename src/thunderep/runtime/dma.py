@@ -18,9 +18,8 @@ from functools import lru_cache
 import torch
 
 from thunderep.runtime import arena, cuda
-from thunderep.runtime.plan import Copy, Flag, Lane, Place, Wait, plan_combine, plan_dispatch
+from thunderep.runtime.plan import GPU_WAYS, Copy, Flag, Lane, Place, Wait, plan_combine, plan_dispatch
 
-_WAYS = 2
 _Copy = tuple[int, int, int, int, int]  # indices of and offsets from two base addresses, bytes
 _Instruction = cuda.Batch | _Copy
 
@@ -39,7 +38,7 @@ class CopyEngines:
     def __init__(self, segment: arena.Segment, pinned: int, layout: arena.Layout, rank: int, device: torch.device) -> None:
         self._segment, self._pinned, self._layout, self._rank = segment, pinned, layout, rank
         self._operations = 0
-        self._streams = [torch.cuda.Stream(device) for _ in range(_WAYS * layout.num_ranks + 1)]
+        self._streams = [torch.cuda.Stream(device) for _ in range(GPU_WAYS * layout.num_ranks + 1)]
         self._program = lru_cache(maxsize=256)(self._make_program)
 
     def state(self) -> bytes:
@@ -83,7 +82,7 @@ class CopyEngines:
     def _make_program(self, kind: str, row_bytes: tuple[int, ...], max_rows: int, bank: int) -> list[list[_Instruction]]:
         planner = plan_dispatch if kind == "dispatch" else plan_combine
         rows = [max_rows] * self._layout.num_ranks
-        schedule = planner(self._rank, rows, row_bytes, max_rows, self._layout.staging, bank, _WAYS)
+        schedule = planner(self._rank, rows, row_bytes, max_rows, self._layout.staging, bank, GPU_WAYS)
         return [self._instructions(i, lane, len(row_bytes)) for i, lane in enumerate(schedule.lanes)]
 
     def _instructions(self, number: int, lane: Lane, payloads: int) -> list[_Instruction]:

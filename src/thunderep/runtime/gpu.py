@@ -57,11 +57,11 @@ def connect(
                 raise RuntimeError(
                     f"device: ranks {' and '.join(sharing)} have the same GPU, {gpu}; give each its own, or set {SHARE}=1"
                 )
+        return GpuTransport(segment, pinned, layout, rank, device, control)
     except BaseException:
         if pinned:
             cuda.unregister(segment.address)
         raise
-    return GpuTransport(segment, pinned, layout, rank, device, control)
 
 
 class GpuTransport:
@@ -86,35 +86,39 @@ class GpuTransport:
         control: Control,
     ) -> None:
         self._segment, self._num_ranks, self._device, self._control = segment, layout.num_ranks, device, control
-        self._engines = CopyEngines(segment, pinned, layout, rank, device)
-        self._window: Window | None = None
+        self._mover: CopyEngines | Window
         if layout.window_bytes:
             region = Region(layout.num_ranks, layout.window_bytes)
-            self._window = Window(segment, pinned, layout.window, region, rank, device)
-        mover = self._window or self._engines
+            self._mover = Window(segment, pinned, layout.window, region, rank, device)
+        else:
+            self._mover = CopyEngines(segment, pinned, layout, rank, device)
         peers = [peer for peer in range(layout.num_ranks) if peer != rank]
-        self._releaser = Releaser(control, peers, mover.state, mover.release)
+        self._releaser = Releaser(control, peers, self._mover.state, self._mover.release)
         self._closed = False
 
     def window(self, call: Call) -> Window | None:
         """Announce the call and return the window in which kernels do all of it; None if the other methods are to move it."""
-        if self._window is not None:
-            self._control.post(call)
-        return self._window
+        if not isinstance(self._mover, Window):
+            return None
+        self._control.post(call)
+        return self._mover
 
     def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
         """Give every rank all rows of all ranks. The ids' payload must have M rows: what is past T reads -1 there."""
-        self._control.post(call)
-        self._engines.run("dispatch", call.max_tokens, inputs, outputs)
+        self._run("dispatch", call, inputs, outputs)
         return [call.max_tokens] * self._num_ranks
 
     @contextlib.contextmanager
     def combine(self, call: Call, inputs: Sequence[torch.Tensor], scratch: Scratch) -> Iterator[list[ByRank]]:
         """Give every rank back the rows that stem from it."""
-        self._control.post(call)
         outputs = scratch(inputs)
-        self._engines.run("combine", call.max_tokens, inputs, outputs)
+        self._run("combine", call, inputs, outputs)
         yield [output.unflatten(0, (self._num_ranks, call.max_tokens)) for output in outputs]
+
+    def _run(self, kind: str, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        assert isinstance(self._mover, CopyEngines)  # `window` takes every call otherwise
+        self._control.post(call)
+        self._mover.run(kind, call.max_tokens, inputs, outputs)
 
     def check(self) -> None:
         """Raise the error that broke the Buffer, if one did."""

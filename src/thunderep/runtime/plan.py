@@ -34,6 +34,12 @@ MIN_CHUNK_BYTES = 256 << 10
 
 MIN_SLOT_BYTES = 4096
 
+MAX_DEFAULT_STAGING = 256 << 20
+"""Bytes of staging that a rank takes at most when its user names no number."""
+
+GPU_WAYS = 2
+"""Lanes a direction where copy engines execute a schedule."""
+
 
 class Memory(NamedTuple):
     """A memory that a copy reads or writes: a payload of a rank's input or output, or a rank's staging."""
