@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any, Literal, TypeVar, get_args
 
@@ -20,7 +19,7 @@ from thunderep.runtime.control import Control
 from thunderep.runtime.host import HostTransport
 from thunderep.runtime.plan import ALIGNMENT, GPU_WAYS, MAX_DEFAULT_STAGING, MIN_SLOT_BYTES, Staging
 from thunderep.runtime.rendezvous import Rendezvous, compare, host_id, share_segment
-from thunderep.runtime.transport import DTYPES, Transport
+from thunderep.runtime.transport import DTYPES, Call, Transport
 from thunderep.runtime.watchdog import Watchdog
 from thunderep.work import Work, Worker
 
@@ -119,7 +118,9 @@ class Buffer:
         workspace = self.num_ranks * max_tokens * (hidden * dtype.itemsize + topk * 4) + ALIGNMENT
         self._workspace = torch.empty(workspace, dtype=torch.uint8) if self.device.type == "cpu" else None
         self.bad_ids = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        self._bad = self.bad_ids.numpy()
         self.kernels: Any = None  # launches of `ops.direct`, once there are any
+        self.calls: dict[Hashable, Call] = {}  # by the signature of arguments that were validated
         self._closed = False
         _buffers[self.name] = self
         self._finalizer = weakref.finalize(self, _close_transport, self._transport, self._pid)
@@ -132,8 +133,8 @@ class Buffer:
     def check(self) -> None:
         """Raise what went wrong since the last operation, if anything did: a peer that failed, ids out of range on a GPU."""
         self._usable().check()
-        if self.bad_ids[0]:
-            self.bad_ids[0] = 0
+        if self._bad[0]:
+            self._bad[0] = 0
             raise ValueError(f"topk_idx: an earlier operation got ids outside -1 to {self.num_experts - 1}; they counted as -1")
 
     def close(self) -> None:
@@ -163,16 +164,14 @@ class Buffer:
             self._worker = Worker(self.name)
         return self._worker.submit(operation)
 
-    @contextlib.contextmanager
-    def operation(self) -> Iterator[Transport]:
+    def operation(self) -> Operation:
         """The transport, for one operation in its turn: after all submitted ones, and one at a time."""
         transport = self._usable()
         if self.device.type == "cuda":
             self.check()
         if self._worker is not None:
             self._worker.wait_for_turn()
-        with self._turn:
-            yield transport
+        return Operation(transport, self._turn)
 
     def scratch(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors of the same shapes and types for use within one `operation`.
@@ -282,6 +281,22 @@ class Buffer:
         chunks_per_peer = half // max(1, self.num_ranks - 1)
         slot = max(-(-dispatch // half), -(-combine // chunks_per_peer), MIN_SLOT_BYTES) + ALIGNMENT
         return min(2 * half * slot, MAX_DEFAULT_STAGING)
+
+
+class Operation:
+    """A turn of a Buffer's transport: while it lasts no other thread has one."""
+
+    __slots__ = ("_transport", "_turn")
+
+    def __init__(self, transport: Transport, turn: threading.Lock) -> None:
+        self._transport, self._turn = transport, turn
+
+    def __enter__(self) -> Transport:
+        self._turn.acquire()
+        return self._transport
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._turn.release()
 
 
 def lookup(name: str) -> Buffer:

@@ -21,7 +21,7 @@ from triton.runtime.interpreter import TensorHandle
 from tests.dist.exchange import group_of
 from tests.ops.direct_cases import Case
 from thunderep import reference
-from thunderep.ops import direct
+from thunderep.ops import direct, launch
 from thunderep.ops.kernels.direct import combine, dispatch, latency_combine, latency_dispatch
 from thunderep.runtime.rendezvous import Rendezvous, share_segment
 from thunderep.runtime.window import HEADER_BYTES, Region, Window
@@ -120,7 +120,7 @@ def _pointer(address: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_char * dtype.itemsize).from_address(address), dtype=dtype)
 
 
-direct.Pointer = _pointer  # type: ignore[assignment, misc]
+launch.Pointer = _pointer  # type: ignore[assignment, misc]
 
 
 def run(case: Case) -> str | None:

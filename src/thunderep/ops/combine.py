@@ -11,7 +11,7 @@ import torch
 
 from thunderep.buffer import Buffer, lookup
 from thunderep.ops.library import library
-from thunderep.ops.rows import kernels, require, require_device, rows_sum
+from thunderep.ops.rows import kernels, metadata, remember, require, require_device, rows_call, rows_sum
 from thunderep.runtime.transport import DTYPES, KINDS, Call
 
 SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,9 +52,14 @@ def _combine(
     y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str, after: torch.Tensor | None = None
 ) -> torch.Tensor:
     owner = lookup(buffer)
-    _validate(owner, "y", y, recv_topk_idx, is_token_in_rank)
-    _validate_rows(owner, "y", y.shape[0], recv_topk_idx, is_token_in_rank.shape[0])
-    return rows_sum(owner, "combine", [y], recv_topk_idx, is_token_in_rank)[0]
+
+    def validate() -> Call:
+        _validate(owner, "y", y, recv_topk_idx, is_token_in_rank)
+        _validate_rows(owner, "y", y.shape[0], recv_topk_idx, is_token_in_rank.shape[0])
+        return rows_call(owner, "combine", [y], is_token_in_rank)
+
+    call = remember(owner, ("combine", *metadata(y, recv_topk_idx, is_token_in_rank)), validate)
+    return rows_sum(owner, call, [y], recv_topk_idx, is_token_in_rank)[0]
 
 
 @torch.library.register_fake("thunderep::combine", lib=library)

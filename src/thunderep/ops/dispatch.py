@@ -8,7 +8,7 @@ import torch
 
 from thunderep.buffer import Buffer, lookup
 from thunderep.ops.library import library
-from thunderep.ops.rows import kernels, require, require_device, rows_sum
+from thunderep.ops.rows import kernels, metadata, remember, require, require_device, rows_call, rows_sum
 from thunderep.runtime.transport import DTYPES, KINDS, Call
 
 ROW_DTYPES = DTYPES[:7]
@@ -48,6 +48,32 @@ def _validate(
     require_device(buffer, tensors)
 
 
+def _call(
+    owner: Buffer,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    max_tokens: int,
+    x_scales: torch.Tensor | None,
+) -> Call:
+    """What ranks must agree on; raises for what the arguments' metadata alone tell."""
+    _validate(owner, x, topk_idx, topk_weights, num_experts, x_scales)
+    tokens = x.shape[0]
+    for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights), ("x_scales", x_scales)):
+        require(tensor is None or tensor.shape[0] == tokens, name, tensor, f"{tokens} rows, as x has")
+    return Call(
+        kind=KINDS.index("dispatch"),
+        tokens=tokens,
+        max_tokens=_max_rows(owner, tokens, max_tokens),
+        dtype=DTYPES.index(x.dtype),
+        hidden=owner.hidden,
+        topk=owner.topk,
+        idx_dtype=DTYPES.index(topk_idx.dtype),
+        scales=-1 if x_scales is None else x_scales.shape[1],
+    )
+
+
 def _dispatch(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -59,25 +85,13 @@ def _dispatch(
     after: torch.Tensor | None = None,
 ) -> _Outputs:
     owner = lookup(buffer)
-    _validate(owner, x, topk_idx, topk_weights, num_experts, x_scales)
-    tokens = x.shape[0]
-    for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights), ("x_scales", x_scales)):
-        require(tensor is None or tensor.shape[0] == tokens, name, tensor, f"{tokens} rows, as x has")
-    max_rows = _max_rows(owner, tokens, max_tokens)
-    if x.device.type == "cpu" and tokens:
+    signature = ("dispatch", *metadata(x, topk_idx, topk_weights, x_scales), num_experts, max_tokens)
+    call = remember(owner, signature, lambda: _call(owner, x, topk_idx, topk_weights, num_experts, max_tokens, x_scales))
+    tokens, max_rows = call.tokens, call.max_tokens
+    if tokens and not x.is_cuda:
         low, high = topk_idx.aminmax()
         if low < -1 or high >= num_experts:
             raise ValueError(f"topk_idx: got ids from {int(low)} to {int(high)}, expected -1 to {num_experts - 1}")
-    call = Call(
-        kind=KINDS.index("dispatch"),
-        tokens=tokens,
-        max_tokens=max_rows,
-        dtype=DTYPES.index(x.dtype),
-        hidden=owner.hidden,
-        topk=owner.topk,
-        idx_dtype=DTYPES.index(topk_idx.dtype),
-        scales=-1 if x_scales is None else x_scales.shape[1],
-    )
     with owner.operation() as transport:
         direct = kernels(owner, transport, call)
         if direct is not None:
@@ -164,7 +178,9 @@ def _dispatch_backward(
     """The gradients of x and topk_weights: what each rank holds for a token's row and choices, summed as `combine` sums."""
     owner = lookup(buffer)
     weights = grad_recv_topk_weights.masked_fill(recv_topk_idx < 0, 0.0)
-    grad_x, grad_weights = rows_sum(owner, "dispatch_backward", [grad_recv_x, weights], recv_topk_idx, is_token_in_rank)
+    payloads = [grad_recv_x, weights]
+    call = rows_call(owner, "dispatch_backward", payloads, is_token_in_rank)
+    grad_x, grad_weights = rows_sum(owner, call, payloads, recv_topk_idx, is_token_in_rank)
     return grad_x, grad_weights
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +13,26 @@ from thunderep.runtime.transport import DTYPES, KINDS, ByRank, Call, Transport
 if TYPE_CHECKING:
     from thunderep.ops.direct import Kernels
 
+_MAX_CALLS = 4096
+"""Signatures of calls that a Buffer remembers."""
+
 _BLOCK_ROWS = 128
 """Rows that are summed at a time on the CPU: their float32 sums stay in its cache."""
+
+
+def metadata(*tensors: torch.Tensor | None) -> tuple[object, ...]:
+    """All that validation looks at."""
+    return tuple([None if tensor is None else (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+
+
+def remember(owner: Buffer, signature: Hashable, validate: Callable[[], Call]) -> Call:
+    """What `validate` makes of arguments of this signature: looked at once, since to look takes longer than to launch."""
+    call = owner.calls.get(signature)
+    if call is None:
+        if len(owner.calls) >= _MAX_CALLS:
+            owner.calls.clear()
+        call = owner.calls[signature] = validate()
+    return call
 
 
 def require(condition: bool, name: str, got: object, expected: object) -> None:
@@ -41,18 +59,21 @@ def kernels(owner: Buffer, transport: Transport, call: Call) -> Kernels | None:
     return None if window is None else owner.kernels
 
 
+def rows_call(owner: Buffer, kind: str, payloads: Sequence[torch.Tensor], is_token_in_rank: torch.Tensor) -> Call:
+    """What ranks must agree on before `rows_sum`."""
+    tokens, max_rows = is_token_in_rank.shape[0], payloads[0].shape[0] // owner.num_ranks
+    dtype, width, beside = DTYPES.index(payloads[0].dtype), payloads[0].shape[1], sum(p.shape[1] for p in payloads[1:])
+    return Call(KINDS.index(kind), tokens, max_rows, dtype, width, beside)
+
+
 def rows_sum(
-    owner: Buffer,
-    kind: str,
-    payloads: Sequence[torch.Tensor],
-    recv_topk_idx: torch.Tensor,
-    is_token_in_rank: torch.Tensor,
+    owner: Buffer, call: Call, payloads: Sequence[torch.Tensor], recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor
 ) -> list[torch.Tensor]:
     """Return rows to the ranks whose tokens they are and sum them: float32, rank order, rounded once.
 
     Args:
         owner: The Buffer.
-        kind: Which operation this is.
+        call: What `rows_call` gave.
         payloads: Each [R, ...], R = N * M.
         recv_topk_idx: [R, K]: rows without a local expert need not travel.
         is_token_in_rank: [T, N] bool; rows of ranks that a token did not go to are not read.
@@ -60,23 +81,16 @@ def rows_sum(
     Returns:
         For each payload [T, ...] of its type.
     """
-    payloads = [payload.contiguous() for payload in payloads]
-    tokens, max_rows = is_token_in_rank.shape[0], payloads[0].shape[0] // owner.num_ranks
-    call = Call(
-        KINDS.index(kind),
-        tokens,
-        max_rows,
-        DTYPES.index(payloads[0].dtype),
-        payloads[0].shape[1],
-        sum(p.shape[1] for p in payloads[1:]),
-    )
     with owner.operation() as transport:
         direct = kernels(owner, transport, call)
         if direct is not None:
             return direct.combine(payloads, recv_topk_idx, is_token_in_rank)
+        payloads = [payload.contiguous() for payload in payloads]
         with transport.combine(call, payloads, owner.scratch) as received:
             return [
-                _sum(payload.unflatten(0, (owner.num_ranks, max_rows))[owner.rank], by_rank, is_token_in_rank, owner.rank)
+                _sum(
+                    payload.unflatten(0, (owner.num_ranks, call.max_tokens))[owner.rank], by_rank, is_token_in_rank, owner.rank
+                )
                 for payload, by_rank in zip(payloads, received, strict=True)
             ]
 

@@ -14,6 +14,7 @@ has begun last into the second, and of the one that has ended last into the thir
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -24,8 +25,11 @@ HEADERS_BYTES = 4096
 FLAGS = 512
 """Chunks that a launch moves at most."""
 
-LATENCY_BYTES = 1536 << 10
-"""Calls of which a rank publishes, and pulls, no more in words that carry their own signals go that way."""
+LATENCY_BYTES = 96 << 10
+"""Calls of which a rank publishes, and pulls, no more in words that carry their own signals go that way: 16 tokens of 4 KiB.
+
+Above, the third more bytes and the polls cost more than flags do.
+"""
 
 OPERATION = 1 << 16
 """What the blocks of one launch add to the ticket in all; more than the blocks of any launch."""
@@ -43,33 +47,33 @@ class Region:
     num_ranks: int
     nbytes: int
 
-    @property
+    @cached_property
     def flags_at(self) -> int:
         """Where flags begin."""
         return HEADERS_BYTES // 8
 
-    @property
+    @cached_property
     def words_at(self) -> int:
         """Where words begin."""
         return aligned(HEADERS_BYTES + 2 * self.num_ranks**2 * FLAGS * 8, HEADERS_BYTES) // 8
 
-    @property
+    @cached_property
     def words(self) -> int:
         """128-bit words of each owner in each bank; at most a quarter of what there is for it."""
         room = max(0, self.nbytes - self.words_at * 8) // (2 * self.num_ranks)
         return min(LATENCY_BYTES, room // 4) // HEADERS_BYTES * HEADERS_BYTES // 16
 
-    @property
+    @cached_property
     def slots_at(self) -> int:
         """Where slots begin."""
         return self.words_at + 2 * self.num_ranks * self.words * 2
 
-    @property
+    @cached_property
     def slot(self) -> int:
         """Size of a slot."""
         return max(0, self.nbytes // 8 - self.slots_at) // (2 * self.num_ranks) // 32 * 32
 
-    @property
+    @cached_property
     def share(self) -> int:
         """Size of a peer's part of a slot in a combine."""
         return self.slot // max(1, self.num_ranks - 1) // 32 * 32

@@ -16,9 +16,9 @@ from thunderep.ops.kernels.direct.signal import begin, end, post, release, wait_
 
 @triton.jit(do_not_specialize=["tokens", "max_tokens", "start", "count", "writers", "readers"])
 def combine(
-    region: tl.tensor, ticket: tl.tensor,
-    y: tl.tensor, weights: tl.tensor, recv_idx: tl.tensor, in_rank: tl.tensor, out: tl.tensor, out_weights: tl.tensor,
-    tokens: int, max_tokens: int, start: int, count: int, writers: int, readers: int,
+    region: tl.tensor, ticket: tl.tensor, tokens: int,
+    y: tl.tensor, recv_idx: tl.tensor, in_rank: tl.tensor, out: tl.tensor, weights: tl.tensor, out_weights: tl.tensor,
+    max_tokens: int, start: int, count: int, writers: int, readers: int,
     RANK: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WEIGHTS: tl.constexpr, H: tl.constexpr, ROW: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr,
     FLAGS: tl.constexpr, FLAGS_AT: tl.constexpr, SLOTS_AT: tl.constexpr, SLOT: tl.constexpr, SHARE: tl.constexpr,
@@ -28,13 +28,13 @@ def combine(
     Args:
         region: The pinned region, as 64-bit words; `*_AT`, SLOT, SHARE and ROW count in them.
         ticket: See `signal`.
+        tokens: T.
         y: [N * M, H].
-        weights: [N * M, K] float32, summed alike into `out_weights` where WEIGHTS is set, else ignored.
         recv_idx: [N * M, K]; rows without a local expert are not read, nor are weights of other choices.
         in_rank: [T, N] one byte each.
         out: [T, H], y's type.
+        weights: [N * M, K] float32, summed alike into `out_weights` where WEIGHTS is set, else ignored.
         out_weights: [T, K] float32.
-        tokens: T.
         max_tokens: M.
         start: First token of this round.
         count: Tokens of this round.

@@ -27,10 +27,10 @@ _LAST = tl.constexpr(-(1 << 31))
 
 @triton.jit(do_not_specialize=["rank", "tokens", "max_tokens", "start", "count", "num_experts", "writers", "movers", "readers"])
 def dispatch(
-    region: tl.tensor, ticket: tl.tensor,
+    region: tl.tensor, ticket: tl.tensor, tokens: int,
     x: tl.tensor, topk_idx: tl.tensor, topk_weights: tl.tensor, x_scales: tl.tensor, in_rank: tl.tensor, bad: tl.tensor,
     recv_x: tl.tensor, recv_idx: tl.tensor, recv_weights: tl.tensor, recv_scales: tl.tensor,
-    rank: int, tokens: int, max_tokens: int, start: int, count: int, num_experts: int,
+    rank: int, max_tokens: int, start: int, count: int, num_experts: int,
     writers: int, movers: int, readers: int,
     N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr,
@@ -41,6 +41,7 @@ def dispatch(
     Args:
         region: The pinned region, as 64-bit words; `*_AT`, SLOT and ROW count in them.
         ticket: See `signal`.
+        tokens: T.
         x: [T, W] words of any width. The other tensors are as the contract has them.
         topk_idx: Ignored where K is 0; then `in_rank` is an input, and rows that are not received become zero.
         topk_weights: See `topk_idx`.
@@ -52,7 +53,6 @@ def dispatch(
         recv_weights: [N * M, K].
         recv_scales: [N * M, S].
         rank: This rank.
-        tokens: T.
         max_tokens: M.
         start: First row of this round.
         count: Rows of this round.

@@ -43,8 +43,8 @@ def _pair(low: tl.tensor, high: tl.tensor, TYPE: tl.constexpr) -> tl.tensor:
 
 @triton.jit(do_not_specialize=["tokens", "max_tokens"])
 def latency_combine(
-    words: tl.tensor, flags: tl.tensor, header: tl.tensor, ticket: tl.tensor,
-    y: tl.tensor, recv_idx: tl.tensor, in_rank: tl.tensor, out: tl.tensor, tokens: int, max_tokens: int,
+    words: tl.tensor, flags: tl.tensor, header: tl.tensor, ticket: tl.tensor, tokens: int,
+    y: tl.tensor, recv_idx: tl.tensor, in_rank: tl.tensor, out: tl.tensor, max_tokens: int,
     RANK: tl.constexpr, N: tl.constexpr, K: tl.constexpr, W: tl.constexpr, TYPE: tl.constexpr,
     COLUMNS: tl.constexpr, KP: tl.constexpr, SHARE: tl.constexpr, FLAGS: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -55,11 +55,11 @@ def latency_combine(
         flags: [2 banks, N owners, N readers, FLAGS], 64 bits each.
         header: This rank's, see `window`; its first word stops the kernel.
         ticket: See `signal`.
+        tokens: T.
         y: [N * M, W].
         recv_idx: [N * M, K].
         in_rank: [T, N] one byte each.
         out: [T, W].
-        tokens: T.
         max_tokens: M.
         RANK: This rank.
         N: Ranks.

@@ -40,10 +40,10 @@ def _routing(
 
 @triton.jit(do_not_specialize=["rank", "tokens", "max_tokens", "num_experts"])
 def latency_dispatch(
-    words: tl.tensor, header: tl.tensor, ticket: tl.tensor,
+    words: tl.tensor, header: tl.tensor, ticket: tl.tensor, tokens: int,
     x: tl.tensor, topk_idx: tl.tensor, topk_weights: tl.tensor, x_scales: tl.tensor, in_rank: tl.tensor, bad: tl.tensor,
     recv_x: tl.tensor, recv_idx: tl.tensor, recv_weights: tl.tensor, recv_scales: tl.tensor,
-    rank: int, tokens: int, max_tokens: int, num_experts: int,
+    rank: int, max_tokens: int, num_experts: int,
     N: tl.constexpr, K: tl.constexpr, S: tl.constexpr, W: tl.constexpr,
     COLUMNS: tl.constexpr, KP: tl.constexpr, SP: tl.constexpr, SHARE: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -53,6 +53,7 @@ def latency_dispatch(
         words: Where words live, as pairs of 64 bits: [2 banks, N owners, SHARE words].
         header: This rank's, see `window`; its first word stops the kernel.
         ticket: See `signal`.
+        tokens: T.
         x: [T, W].
         topk_idx: [T, K].
         topk_weights: [T, K].
@@ -64,7 +65,6 @@ def latency_dispatch(
         recv_weights: [N * M, K].
         recv_scales: [N * M, S].
         rank: This rank.
-        tokens: T.
         max_tokens: M.
         num_experts: E.
         N: Ranks.

@@ -1,0 +1,75 @@
+"""Launches of Triton kernels from the host, at the price of the launch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """An address as Triton takes it."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        """The address."""
+        return self.address
+
+
+class Launch:
+    """A kernel with all that stays the same from call to call; the first call finds or compiles the binary that later ones run.
+
+    Triton looks at every argument of every call to find its binary, which takes longer than small kernels do. Nothing that it
+    looks at may change here: addresses must be multiples of 16, integers in the kernel's `do_not_specialize`.
+
+    Args:
+        kernel: The kernel.
+        blocks: Blocks of its grid.
+        before: Addresses that come first.
+        pointers: Types of the pointers that a call brings, in order; those of `before` are to 64-bit words.
+        after: Integers that come last, or None where the kernel takes it.
+        constants: The kernel's constexpr arguments, in its order.
+        num_warps: Warps of a block.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        blocks: int,
+        *,
+        before: tuple[int, ...],
+        pointers: Sequence[torch.dtype | None],
+        after: tuple[int | None, ...],
+        constants: Mapping[str, Any],
+        num_warps: int,
+    ) -> None:
+        self._kernel, self._grid, self._num_warps = kernel, (blocks, 1, 1), num_warps
+        self._before, self._pointers, self._after, self._constants = before, pointers, after, constants
+        self._run: Any = None
+        self._rest = (*after, *constants.values())
+
+    def __call__(self, tokens: int, *addresses: int | None) -> None:
+        """Launch on the current stream.
+
+        Args:
+            tokens: T, which follows `before`.
+            addresses: What the pointers of this call point to; None where the kernel takes it.
+        """
+        if self._run is not None:
+            self._run(*self._before, tokens, *addresses, *self._rest)
+            return
+        before = [Pointer(address, torch.int64) for address in self._before]
+        pointers = [
+            None if address is None or dtype is None else Pointer(address, dtype)
+            for address, dtype in zip(addresses, self._pointers, strict=True)
+        ]
+        launched = self._kernel[self._grid](
+            *before, tokens, *pointers, *self._after, **self._constants, num_warps=self._num_warps
+        )
+        if launched is not None:  # Triton's interpreter has no binary
+            self._run = launched[self._grid]
