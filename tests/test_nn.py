@@ -25,6 +25,7 @@ class Case:
     steps: int = 1
     hidden: int = 12  # PyTorch's own grouped product takes neither this nor 7
     intermediate: int = 7
+    overlap: int | None = None
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +79,7 @@ def run_rank(case, compiled=False, frozen=False):
     """Every step's output and gradients of x and weights; then the gradients of the experts."""
     rank = dist.get_rank()
     with open_buffer(case) as buffer:
-        layer = ExpertParallel(buffer, case.intermediate)
+        layer = ExpertParallel(buffer, case.intermediate, overlap=case.overlap)
         owned = slice(buffer.local_experts.start, buffer.local_experts.stop)
         with torch.no_grad():
             for parameter, value in zip((layer.gate_up, layer.down), experts(case), strict=True):
@@ -137,8 +138,59 @@ def test_trains_as_one_process_would(request, ranks, tokens, num_experts, topk, 
     compare(request.getfixturevalue(ranks)().run(run_rank, case), case)
 
 
-def test_compiles_once_and_trains(two_ranks):
-    case = Case((8, 6), 5, 2, torch.float32, steps=3)
+@pytest.mark.parametrize("overlap", [2, 3])
+@pytest.mark.parametrize(("ranks", "tokens"), [("one_rank", (7,)), ("four_ranks", (13, 0, 5, 1))])
+def test_overlap_trains_as_one_process_would(request, ranks, tokens, overlap):
+    case = Case(tokens, 5, 2, torch.float32, steps=2, overlap=overlap)
+    compare(request.getfixturevalue(ranks)().run(run_rank, case), case)
+
+
+def overlapped_bits(case):
+    """Whether overlap changes no bit of a rank where arithmetic is exact: small integers, weights that are powers of two."""
+    with open_buffer(case) as buffer:
+        whole, cut = (
+            ExpertParallel(buffer, case.intermediate, activation=lambda h: h[:, ::2] * h[:, 1::2], overlap=overlap)
+            for overlap in (1, case.overlap)
+        )
+        with torch.no_grad():
+            for parameter, other in zip(whole.parameters(), cut.parameters(), strict=True):
+                parameter.copy_(torch.randint(-1, 2, parameter.shape))
+                other.copy_(parameter)
+        x, idx, weights, _ = (t.to(buffer.device) for t in inputs(case, dist.get_rank(), 0))
+        x, weights = (x * 2).round(), torch.exp2(-(weights * 4).round())
+        results = [layer(x, idx, weights, max_tokens=max(case.tokens)) for layer in (whole, cut)]
+        return bool(results[0].count_nonzero()) or not len(x), torch.equal(*results)
+
+
+@pytest.mark.parametrize("overlap", [2, 3])
+def test_overlap_changes_no_bit(four_ranks, overlap):
+    case = Case((13, 0, 5, 1), 5, 2, torch.float32, overlap=overlap)
+    assert four_ranks().run(overlapped_bits, case) == [(True, True)] * 4
+
+
+def with_shared_expert(overlap):
+    """Whether a shared expert's output is added and its parameters get gradients, on a rank of two."""
+    case = Case((6, 4), 5, 2, torch.float32)
+    with open_buffer(case) as buffer:
+        shared = torch.nn.Linear(case.hidden, case.hidden)
+        layer = ExpertParallel(buffer, case.intermediate, overlap=overlap, shared=shared)
+        alone = ExpertParallel(buffer, case.intermediate)
+        alone.load_state_dict({name: value for name, value in layer.state_dict().items() if "shared" not in name})
+        x, idx, weights, grad = inputs(case, dist.get_rank(), 0)
+        y = layer(x, idx, weights, max_tokens=6)
+        y.backward(grad)
+        expected = alone(x, idx, weights, max_tokens=6) + shared(x)
+        return torch.allclose(y, expected, atol=1e-6) and shared.weight.grad is not None
+
+
+@pytest.mark.parametrize("overlap", [None, 2])
+def test_a_shared_expert_is_added(two_ranks, overlap):
+    assert two_ranks.run(with_shared_expert, overlap) == [True, True]
+
+
+@pytest.mark.parametrize("overlap", [1, 2])
+def test_compiles_once_and_trains(two_ranks, overlap):
+    case = Case((8, 6), 5, 2, torch.float32, steps=3, overlap=overlap)
     compare(two_ranks.run(run_rank, case, True, timeout=280), case)
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeVar, overload
+from typing import Literal, NamedTuple, overload
 
 import torch
 
 import thunderep.ops  # noqa: F401  registers torch.ops.thunderep
 from thunderep.buffer import Buffer
 from thunderep.work import Work
-
-_Result = TypeVar("_Result")
 
 
 class DispatchOutput(NamedTuple):
@@ -95,14 +92,20 @@ def dispatch(
         PeerError: A peer died or stayed silent; the Buffer is broken from then on.
     """
     rows = -1 if max_tokens is None else max_tokens
+    if not async_op:
+        return DispatchOutput(
+            *torch.ops.thunderep.dispatch(x, topk_idx, topk_weights, num_experts, buffer.name, rows, x_scales)
+        )
+    handle = torch.ops.thunderep.dispatch_start(x, topk_idx, topk_weights, num_experts, buffer.name, rows, x_scales)
+    tokens, dtype, idx_dtype = x.shape[0], x.dtype, topk_idx.dtype
+    received = buffer.num_ranks * (tokens if max_tokens is None else max_tokens)
+    scales = 0 if x_scales is None else x_scales.shape[1]
 
-    def run(*tensors: torch.Tensor | None) -> DispatchOutput:
-        x, idx, weights, scales = tensors
-        return DispatchOutput(*torch.ops.thunderep.dispatch(x, idx, weights, num_experts, buffer.name, rows, scales))
+    def finish(handle: torch.Tensor) -> DispatchOutput:
+        wait = torch.ops.thunderep.dispatch_wait
+        return DispatchOutput(*wait(handle, received, tokens, dtype, idx_dtype, scales, buffer.name))
 
-    if async_op:
-        return _submit(buffer, run, x, topk_idx, topk_weights, x_scales)
-    return run(x, topk_idx, topk_weights, x_scales)
+    return Work(buffer, handle, finish)
 
 
 @overload
@@ -130,12 +133,17 @@ def combine(
         ValueError, RuntimeError, PeerError: As `dispatch`.
     """
     idx, in_rank = dispatched.recv_topk_idx, dispatched.is_token_in_rank
-
-    def run(y: torch.Tensor | None) -> torch.Tensor:
+    if not async_op:
         result: torch.Tensor = torch.ops.thunderep.combine(y, idx, in_rank, buffer.name)
         return result
+    handle = torch.ops.thunderep.combine_start(y, idx, in_rank, buffer.name)
+    dtype = y.dtype
 
-    return _submit(buffer, run, y) if async_op else run(y)
+    def finish(handle: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.ops.thunderep.combine_wait(handle, idx, in_rank, dtype, buffer.name)
+        return result
+
+    return Work(buffer, handle, finish)
 
 
 def permute(
@@ -177,15 +185,3 @@ def unpermute(expert_y: torch.Tensor, row_id_map: torch.Tensor, topk_weights: to
     """
     result: torch.Tensor = torch.ops.thunderep.unpermute(expert_y, row_id_map, topk_weights)
     return result
-
-
-def _submit(buffer: Buffer, operation: Callable[..., _Result], *tensors: torch.Tensor | None) -> Work[_Result]:
-    """Run `operation` on the Buffer's thread as it would run here, on copies: the caller may change its tensors at once."""
-    copies = [None if tensor is None else tensor.clone() for tensor in tensors]
-    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-
-    def run() -> _Result:
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad):  # modes belong to threads
-            return operation(*copies)
-
-    return buffer.submit(run)

@@ -7,11 +7,12 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
+from thunderep.background import Background, Inline, SideStream, Started, Worker
 from thunderep.placement import local_experts
 from thunderep.runtime import arena, window
 from thunderep.runtime.collective import CollectiveTransport
@@ -21,7 +22,6 @@ from thunderep.runtime.plan import ALIGNMENT, GPU_WAYS, MAX_DEFAULT_STAGING, MIN
 from thunderep.runtime.rendezvous import Rendezvous, compare, host_id, share_segment
 from thunderep.runtime.transport import DTYPES, Call, Transport
 from thunderep.runtime.watchdog import Watchdog
-from thunderep.work import Work, Worker
 
 TransportName = Literal["auto", "dma", "direct", "shm", "collective"]
 
@@ -33,8 +33,6 @@ _AGREED = (
 )  # fmt: skip
 
 _buffers: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
-
-_Result = TypeVar("_Result")
 
 
 class Buffer:
@@ -94,7 +92,8 @@ class Buffer:
         self.timeout = timeout
         self.name = name if name is not None else f"thunderep.{meeting.label}"
         self._pid = os.getpid()
-        self._worker: Worker | None = None
+        self._background: Background | None = None
+        self._started: dict[int, Started[Any]] = {}  # by their handle's address
         self._turn = threading.Lock()
         answer: dict[str, Any] = {"pid": self._pid, "host": host_id()}
         try:
@@ -148,29 +147,44 @@ class Buffer:
         if _buffers.get(self.name) is self:
             del _buffers[self.name]
         self._finalizer()
-        if self._worker is not None:
-            self._worker.close()
+        if self._background is not None:
+            self._background.close()
+        self._started.clear()
 
-    def submit(self, operation: Callable[[], _Result]) -> Work[_Result]:
-        """Run `operation` on this Buffer's own thread, after all that were submitted before, and return the work at once.
-
-        It runs here and now where that thread could change an order that all ranks must share: that of a process group's
-        collectives, and that of a stream's operations, whatever Buffer they belong to.
-        """
+    def submit(self, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> Started[Any]:
+        """Start `operation(*tensors)` beside the caller, after all that were started before, on the tensors as they are now."""
         self._usable()
-        if self.transport == "collective" or self.device.type == "cuda":
-            return Work.of(operation)
-        if self._worker is None:
-            self._worker = Worker(self.name)
-        return self._worker.submit(operation)
+        if self._background is None:
+            if self.device.type == "cuda":
+                self._background = SideStream(self.device)
+            else:
+                self._background = Inline() if self.transport == "collective" else Worker(self.name)
+        return self._background.submit(operation, *tensors)
+
+    def start(self, handle: torch.Tensor, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> None:
+        """As `submit`, for `finish` with the same handle."""
+        self._started[handle.data_ptr()] = self.submit(operation, *tensors)
+
+    def finish(self, handle: torch.Tensor) -> Any:
+        """Wait for what was started with this handle; what it returned."""
+        self._usable()
+        started = self._started.pop(handle.data_ptr(), None)
+        if started is None:
+            raise RuntimeError(f"handle: no operation of Buffer {self.name!r} is under way with it; wait once for each start")
+        return started.result()
+
+    def is_done(self, handle: torch.Tensor) -> bool:
+        """Whether `finish` would not wait."""
+        started = self._started.get(handle.data_ptr())
+        return started is None or started.done()
 
     def operation(self) -> Operation:
         """The transport, for one operation in its turn: after all submitted ones, and one at a time."""
         transport = self._usable()
         if self.device.type == "cuda":
             self.check()
-        if self._worker is not None:
-            self._worker.wait_for_turn()
+        if self._background is not None:
+            self._background.join()
         return Operation(transport, self._turn)
 
     def scratch(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -9,10 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from thunderep.api import combine, dispatch, permute, unpermute
+from thunderep.api import DispatchOutput, combine, dispatch, permute, unpermute
 from thunderep.buffer import Buffer
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
+
+_OVERLAP_BYTES = 4 << 20
+"""Bytes of a rank's rows from which on they travel in two parts. Not measured: what two more operations take, in bytes."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What `combine` can sum."""
@@ -36,6 +39,10 @@ class ExpertParallel(nn.Module):
     wait for the device, nor do bf16 products wherever PyTorch's `grouped_mm` does not. `torch.compile` makes one graph for all
     values, with `fullgraph=True`.
 
+    With `overlap` the tokens travel in parts: while the experts work on one, the next one's dispatch and the last one's combine
+    run beside them, and a shared expert runs beside the first dispatch. The backward pass does the same the other way round.
+    Bits change only where a matrix product rounds a row according to how many others it has.
+
     Shape legend: T tokens; N ranks; M max_tokens; R = N * M; H hidden; K experts per token; L local experts; I intermediate.
 
     Args:
@@ -43,6 +50,8 @@ class ExpertParallel(nn.Module):
         intermediate: I, the inner size of an expert.
         activation: What stands between the products: [C, 2 I] to [C, I].
         dtype: The parameters' type, which x must have too; None: the Buffer's.
+        overlap: Parts that the tokens are cut into; None: 2 on CUDA where a part takes longer to move than to start, else 1.
+        shared: A shared expert, [T, H] to [T, H], whose output is added; it runs while tokens travel.
 
     Attributes:
         gate_up: [L, H, 2 I], this rank's experts only.
@@ -53,17 +62,28 @@ class ExpertParallel(nn.Module):
     """
 
     def __init__(
-        self, buffer: Buffer, intermediate: int, *, activation: Activation = swiglu, dtype: torch.dtype | None = None
+        self,
+        buffer: Buffer,
+        intermediate: int,
+        *,
+        activation: Activation = swiglu,
+        dtype: torch.dtype | None = None,
+        overlap: int | None = None,
+        shared: nn.Module | None = None,
     ) -> None:
         super().__init__()
         if intermediate < 1:
             raise ValueError(f"intermediate: got {intermediate}, expected at least 1")
+        if overlap is not None and overlap < 1:
+            raise ValueError(f"overlap: got {overlap}, expected None or at least 1")
         dtype = buffer.dtype if dtype is None else dtype
         if dtype not in _DTYPES:
             raise ValueError(f"dtype: got {dtype}, expected one of {_DTYPES}")
         self.buffer = buffer
         self.intermediate = intermediate
         self.activation = activation
+        self.overlap = overlap
+        self.shared = shared
         local = len(buffer.local_experts)
         self.gate_up = nn.Parameter(torch.empty(local, buffer.hidden, 2 * intermediate, dtype=dtype, device=buffer.device))
         self.down = nn.Parameter(torch.empty(local, intermediate, buffer.hidden, dtype=dtype, device=buffer.device))
@@ -98,13 +118,45 @@ class ExpertParallel(nn.Module):
         """
         if x.dtype != self.down.dtype:
             raise ValueError(f"x: got {x.dtype}, expected {self.down.dtype}, as the experts have")
-        received = dispatch(x, topk_idx, topk_weights, self.buffer.num_experts, self.buffer, max_tokens=max_tokens)
-        capacity = received.recv_topk_idx.numel() if x.is_cuda else None
+        rows = x.shape[0] if max_tokens is None else max_tokens
+        parts = self._parts(x, rows)
+        if parts == 1 and self.shared is None:
+            received = dispatch(x, topk_idx, topk_weights, self.buffer.num_experts, self.buffer, max_tokens=max_tokens)
+            return combine(self._experts(received), received, self.buffer)
+        size = -(-rows // parts)
+        dispatched = [
+            dispatch(
+                x[start : start + size],
+                topk_idx[start : start + size],
+                topk_weights[start : start + size],
+                self.buffer.num_experts,
+                self.buffer,
+                max_tokens=size,
+                async_op=True,
+            )
+            for start in range(0, parts * size, max(1, size))
+        ]
+        shared = None if self.shared is None else self.shared(x)
+        combined = []
+        for work in dispatched:
+            received = work.wait()
+            combined.append(combine(self._experts(received), received, self.buffer, async_op=True))
+        routed = torch.cat([work.wait() for work in combined])
+        return routed if shared is None else routed + shared
+
+    def _parts(self, x: torch.Tensor, rows: int) -> int:
+        """Parts that M rows are cut into, the same on all ranks."""
+        if self.overlap is not None:
+            return max(1, min(self.overlap, rows))
+        return 2 if x.is_cuda and rows * x.shape[1] * x.element_size() >= _OVERLAP_BYTES else 1
+
+    def _experts(self, received: DispatchOutput) -> torch.Tensor:
+        """[R, H]: what this rank's experts make of the rows that came."""
+        capacity = received.recv_topk_idx.numel() if received.recv_x.is_cuda else None
         groups = permute(received.recv_x, received.recv_topk_idx, self.gate_up.shape[0], capacity)
         hidden = self.activation(_grouped_mm(groups.expert_x, self.gate_up, groups.offsets))
         expert_y = _grouped_mm(hidden, self.down, groups.offsets)
-        y = unpermute(expert_y, groups.row_id_map, received.recv_topk_weights)
-        return combine(y, received, self.buffer)
+        return unpermute(expert_y, groups.row_id_map, received.recv_topk_weights)
 
     def extra_repr(self) -> str:
         """What `print` shows."""

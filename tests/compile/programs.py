@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -128,3 +129,43 @@ def ragged_dynamic() -> list[Any]:
             arguments = _tokens(buffer, seed, tokens + buffer.rank)
             good.append(torch.equal(compiled(*arguments), layer(*arguments)))
         return [all(good), counter.frame_count]
+
+
+def halves_compile(in_flight: int) -> list[Any]:
+    """Operations with async_op=True, several in flight: fullgraph, forward and backward equal to eager; starts and waits keep
+    their order in the compiled code, with the product that lies between them.
+    """
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    with _buffer() as buffer:
+
+        def program(xs: list[torch.Tensor], idx: torch.Tensor, weights: torch.Tensor, square: torch.Tensor) -> torch.Tensor:
+            works = [thunderep.dispatch(x, idx, weights, E, buffer, async_op=True) for x in xs]
+            beside = (square @ square).sum()
+            outs = []
+            for work in works:
+                d = work.wait()
+                keep = (d.recv_topk_idx >= 0).any(1, keepdim=True)
+                outs.append(thunderep.combine(torch.where(keep, d.recv_x * 3, 0.0), d, buffer, async_op=True))
+            return torch.stack([out.wait().square().sum() for out in outs]).sum() + beside
+
+        compiled = torch.compile(program, fullgraph=True)
+        same, code = [], ""
+        for seed in range(3):
+            _, idx, weights = _tokens(buffer, seed)
+            xs = [_tokens(buffer, seed * 7 + i + 1)[0].requires_grad_() for i in range(in_flight)]
+            square = torch.randn(64, 64, generator=torch.Generator().manual_seed(seed))
+            expected = program(xs, idx, weights, square)
+            grads = torch.autograd.grad(expected, xs)
+            if seed:
+                total = compiled(xs, idx, weights, square)
+            else:
+                total, (code, *_) = run_and_get_code(compiled, xs, idx, weights, square)
+            same.append(torch.allclose(total, expected, rtol=1e-4))
+            same += [torch.allclose(a, b) for a, b in zip(torch.autograd.grad(total, xs), grads, strict=True)]
+        names = re.findall(r"= torch\.ops\.thunderep\.(\w+)\.default\(|extern_kernels\.(mm)\(", code)
+        order = [call or product for call, product in names]
+        waits = order.index("dispatch_wait")
+        wanted = ["dispatch_start"] * in_flight + ["dispatch_wait", "combine_start"] * in_flight + ["combine_wait"] * in_flight
+        return [all(same), [name for name in order if name != "mm"] == wanted and 0 < order.index("mm") < waits]

@@ -28,3 +28,8 @@ def test_the_graph_carries_the_order(four_ranks: Callable[[], Ranks]) -> None:
 
 def test_one_dynamic_graph_for_ragged_tokens(four_ranks: Callable[[], Ranks]) -> None:
     assert four_ranks().run(programs.ragged_dynamic) == [[True, 1]] * 4
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_start_and_wait_compile_and_keep_their_distance(in_flight: int, four_ranks: Callable[[], Ranks]) -> None:
+    assert four_ranks().run(programs.halves_compile, in_flight, timeout=280) == [[True, True]] * 4

@@ -228,6 +228,78 @@ def under_pressure(transport: str, steps: int) -> int:
     return wrong
 
 
+def in_flight(transport: str, steps: int) -> list[str]:
+    """Three operations beside a matrix product, inputs overwritten and freed at once, eager and captured: what is wrong."""
+    problems = []
+    with make(transport, hidden=512, max_tokens=256) as buffer:
+        generator = torch.Generator().manual_seed(buffer.rank)
+        idx = torch.randint(0, EXPERTS, (256, TOPK), generator=generator).cuda()
+        weights = torch.rand(256, TOPK, generator=generator).cuda()
+        base = torch.randn(256, 512, generator=generator).bfloat16().cuda()
+        square = torch.eye(1024, device="cuda", dtype=torch.bfloat16)
+
+        def run() -> list[torch.Tensor]:
+            works = []
+            for i in range(3):
+                x = base + i
+                works.append(thunderep.dispatch(x, idx, weights, EXPERTS, buffer, async_op=True))
+                x.fill_(-1)
+                del x
+                torch.full((256, 512), -2.0, device="cuda", dtype=torch.bfloat16)
+            product = square @ square
+            combined = []
+            for work in works:
+                d = work.wait()
+                y = d.recv_x + d.recv_x
+                combined.append((thunderep.combine(y, d, buffer, async_op=True), d.is_token_in_rank))
+                y.fill_(-3)
+                del y
+                torch.full((512, 512), -4.0, device="cuda", dtype=torch.bfloat16)
+            return [product, *(work.wait() * 1 for work, _ in combined), combined[0][1]]
+
+        def check(results: list[torch.Tensor], what: str) -> None:
+            product, *outs, in_rank = results
+            ranks = in_rank.sum(dim=1, keepdim=True).float()
+            if not torch.equal(product, square):
+                problems.append(f"{what}: product")
+            for i, out in enumerate(outs):
+                row = (base + i) + (base + i)
+                if not torch.equal(out, (row.float() * ranks).bfloat16()):
+                    problems.append(f"{what}: operation {i}")
+
+        for step in range(steps):
+            check(run(), f"eager {step}")
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+        for step in range(steps):
+            base.add_(0.125)
+            graph.replay()
+            check(captured, f"replay {step}")
+            if step % 3 == 0:
+                check(run(), f"eager between {step}")
+    return problems
+
+
+def started_before_capture() -> str:
+    """What an operation in a capture says while one that began before it has not been waited for."""
+    buffer = _kept["buffer"]
+    mine = everyone(1, 4)[buffer.rank]
+    x, idx, weights = mine.x.cuda(), mine.topk_idx.cuda(), mine.topk_weights.cuda()
+    thunderep.dispatch(x, idx, weights, EXPERTS, buffer)
+    work = thunderep.dispatch(x, idx, weights, EXPERTS, buffer, async_op=True)
+    torch.cuda.synchronize()
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            thunderep.dispatch(x, idx, weights, EXPERTS, buffer)
+    except RuntimeError as error:
+        said = str(error)
+    work.wait()
+    torch.cuda.synchronize()
+    return said
+
+
 def soak(transport: str, operations: int) -> tuple[int, int, int, int]:
     """Eager operations: wrong ones, and growth of descriptors, of allocated GPU bytes and of resident KiB in the later half."""
     from tests.dist.failures import resources
@@ -256,16 +328,21 @@ def soak(transport: str, operations: int) -> tuple[int, int, int, int]:
         )
 
 
-def compiled(transport: str, mode: str) -> list[str]:
+def _finished(result: Any) -> Any:
+    return result.wait() if isinstance(result, thunderep.Work) else result
+
+
+def compiled(transport: str, mode: str, halves: bool) -> list[str]:
     """A layer compiled whole, forward and backward, in `mode`: what differs from eager, over several calls with new data."""
     problems = []
     with make(transport) as buffer:
 
         def layer(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            d = thunderep.dispatch(x, idx, weights, EXPERTS, buffer)
+            d = _finished(thunderep.dispatch(x, idx, weights, EXPERTS, buffer, async_op=halves))  # type: ignore[call-overload]
             present = (d.recv_topk_idx >= 0).any(dim=1, keepdim=True)
             scale = d.recv_topk_weights.sum(dim=1, keepdim=True).to(x.dtype)
-            return thunderep.combine(torch.where(present, d.recv_x * scale, 0), d, buffer)
+            y = torch.where(present, d.recv_x * scale, 0)
+            return _finished(thunderep.combine(y, d, buffer, async_op=halves))  # type: ignore[call-overload, no-any-return]
 
         step: Callable[..., torch.Tensor] = torch.compile(layer, fullgraph=True, mode=None if mode == "default" else mode)
         for seed in range(6):

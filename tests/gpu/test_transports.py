@@ -45,9 +45,10 @@ def test_a_thousand_replays_with_new_data(transport: str, gpu_ranks: Callable[[]
 
 
 @TRANSPORTS
+@pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
-def test_a_layer_compiles_whole(transport: str, mode: str, gpu_ranks: Callable[[], Ranks]) -> None:
-    found = gpu_ranks().run(programs.compiled, transport, mode, timeout=280)
+def test_a_layer_compiles_whole(transport: str, mode: str, halves: bool, gpu_ranks: Callable[[], Ranks]) -> None:
+    found = gpu_ranks().run(programs.compiled, transport, mode, halves, timeout=280)
     assert found == [[]] * len(found)
 
 
@@ -55,6 +56,20 @@ def test_a_layer_compiles_whole(transport: str, mode: str, gpu_ranks: Callable[[
 def test_memory_is_not_reused_while_copies_run(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
     found = gpu_ranks().run(programs.under_pressure, transport, 30, timeout=280)
     assert found == [0] * len(found)
+
+
+@TRANSPORTS
+def test_operations_in_flight_beside_a_product(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
+    found = gpu_ranks().run(programs.in_flight, transport, 20, timeout=280)
+    assert found == [[]] * len(found)
+
+
+@TRANSPORTS
+def test_an_operation_that_began_before_a_capture_is_named(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
+    gpu_ranks().run(programs.keep, transport)
+    for said in gpu_ranks().run(programs.started_before_capture):
+        assert "async_op=True that began before this CUDA graph's capture" in said
+    gpu_ranks().run(programs.close)
 
 
 @TRANSPORTS

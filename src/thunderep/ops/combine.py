@@ -18,7 +18,7 @@ SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ONE_OF_SUM_DTYPES = f"one of {SUM_DTYPES}"  # made once: it takes microseconds
 
 
-def _validate(owner: Buffer, name: str, y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor) -> None:
+def validate(owner: Buffer, name: str, y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor) -> None:
     """Raise ValueError for what shapes, types and devices alone tell."""
     require(y.dim() == 2 and y.shape[1] == owner.hidden, name, y, f"[R, {owner.hidden}] (hidden)")
     require(y.dtype in SUM_DTYPES, name, y.dtype, _ONE_OF_SUM_DTYPES)
@@ -48,17 +48,23 @@ def _validate_rows(owner: Buffer, name: str, rows: int, recv_topk_idx: torch.Ten
     return max_rows
 
 
-def _combine(
-    y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str, after: torch.Tensor | None = None
-) -> torch.Tensor:
-    owner = lookup(buffer)
+def checked(owner: Buffer, y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor) -> Call:
+    """What ranks must agree on. Raises for what shapes, types and devices alone tell."""
 
-    def validate() -> Call:
-        _validate(owner, "y", y, recv_topk_idx, is_token_in_rank)
+    def look() -> Call:
+        validate(owner, "y", y, recv_topk_idx, is_token_in_rank)
         _validate_rows(owner, "y", y.shape[0], recv_topk_idx, is_token_in_rank.shape[0])
         return rows_call(owner, "combine", [y], is_token_in_rank)
 
-    call = remember(owner, ("combine", *metadata(y, recv_topk_idx, is_token_in_rank)), validate)
+    return remember(owner, ("combine", *metadata(y, recv_topk_idx, is_token_in_rank)), look)
+
+
+def run(
+    y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str, after: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What the operator does."""
+    owner = lookup(buffer)
+    call = checked(owner, y, recv_topk_idx, is_token_in_rank)
     return rows_sum(owner, call, [y], recv_topk_idx, is_token_in_rank)[0]
 
 
@@ -66,11 +72,11 @@ def _combine(
 def _(
     y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str, after: torch.Tensor | None = None
 ) -> torch.Tensor:
-    _validate(lookup(buffer), "y", y, recv_topk_idx, is_token_in_rank)
+    validate(lookup(buffer), "y", y, recv_topk_idx, is_token_in_rank)
     return y.new_empty(is_token_in_rank.shape[0], y.shape[1])
 
 
-def _combine_backward(
+def run_backward(
     grad: torch.Tensor,
     recv_topk_idx: torch.Tensor,
     is_token_in_rank: torch.Tensor,
@@ -114,5 +120,5 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, N
 
 torch.library.register_autograd("thunderep::combine", _backward, setup_context=_setup_context, lib=library)
 for _key in ("CPU", "CUDA"):
-    library.impl("combine", _combine, _key)
-    library.impl("combine_backward", _combine_backward, _key)
+    library.impl("combine", run, _key)
+    library.impl("combine_backward", run_backward, _key)

@@ -18,7 +18,7 @@ _ONE_OF_ROW_DTYPES, _ONE_OF_IDX_DTYPES = f"one of {ROW_DTYPES}", f"one of {IDX_D
 _Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _validate(
+def validate(
     buffer: Buffer,
     x: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -48,7 +48,7 @@ def _validate(
     require_device(buffer, tensors)
 
 
-def _call(
+def checked(
     owner: Buffer,
     x: torch.Tensor,
     topk_idx: torch.Tensor,
@@ -57,24 +57,28 @@ def _call(
     max_tokens: int,
     x_scales: torch.Tensor | None,
 ) -> Call:
-    """What ranks must agree on; raises for what the arguments' metadata alone tell."""
-    _validate(owner, x, topk_idx, topk_weights, num_experts, x_scales)
-    tokens = x.shape[0]
-    for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights), ("x_scales", x_scales)):
-        require(tensor is None or tensor.shape[0] == tokens, name, tensor, f"{tokens} rows, as x has")
-    return Call(
-        kind=KINDS.index("dispatch"),
-        tokens=tokens,
-        max_tokens=_max_rows(owner, tokens, max_tokens),
-        dtype=DTYPES.index(x.dtype),
-        hidden=owner.hidden,
-        topk=owner.topk,
-        idx_dtype=DTYPES.index(topk_idx.dtype),
-        scales=-1 if x_scales is None else x_scales.shape[1],
-    )
+    """What ranks must agree on. Raises for what shapes, types and devices alone tell."""
+
+    def look() -> Call:
+        validate(owner, x, topk_idx, topk_weights, num_experts, x_scales)
+        tokens = x.shape[0]
+        for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights), ("x_scales", x_scales)):
+            require(tensor is None or tensor.shape[0] == tokens, name, tensor, f"{tokens} rows, as x has")
+        return Call(
+            kind=KINDS.index("dispatch"),
+            tokens=tokens,
+            max_tokens=_max_rows(owner, tokens, max_tokens),
+            dtype=DTYPES.index(x.dtype),
+            hidden=owner.hidden,
+            topk=owner.topk,
+            idx_dtype=DTYPES.index(topk_idx.dtype),
+            scales=-1 if x_scales is None else x_scales.shape[1],
+        )
+
+    return remember(owner, ("dispatch", *metadata(x, topk_idx, topk_weights, x_scales), num_experts, max_tokens), look)
 
 
-def _dispatch(
+def run(
     x: torch.Tensor,
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
@@ -84,9 +88,9 @@ def _dispatch(
     x_scales: torch.Tensor | None = None,
     after: torch.Tensor | None = None,
 ) -> _Outputs:
+    """What the operator does."""
     owner = lookup(buffer)
-    signature = ("dispatch", *metadata(x, topk_idx, topk_weights, x_scales), num_experts, max_tokens)
-    call = remember(owner, signature, lambda: _call(owner, x, topk_idx, topk_weights, num_experts, max_tokens, x_scales))
+    call = checked(owner, x, topk_idx, topk_weights, num_experts, max_tokens, x_scales)
     tokens, max_rows = call.tokens, call.max_tokens
     if tokens and not x.is_cuda:
         low, high = topk_idx.aminmax()
@@ -156,7 +160,7 @@ def _(
     after: torch.Tensor | None = None,
 ) -> _Outputs:
     owner = lookup(buffer)
-    _validate(owner, x, topk_idx, topk_weights, num_experts, x_scales)
+    validate(owner, x, topk_idx, topk_weights, num_experts, x_scales)
     received = owner.num_ranks * (max_tokens if isinstance(max_tokens, torch.SymInt) or max_tokens != -1 else x.shape[0])
     return (
         x.new_empty(received, x.shape[1]),
@@ -167,7 +171,7 @@ def _(
     )
 
 
-def _dispatch_backward(
+def run_backward(
     grad_recv_x: torch.Tensor,
     grad_recv_topk_weights: torch.Tensor,
     recv_topk_idx: torch.Tensor,
@@ -216,5 +220,5 @@ def _backward(
 
 torch.library.register_autograd("thunderep::dispatch", _backward, setup_context=_setup_context, lib=library)
 for _key in ("CPU", "CUDA"):
-    library.impl("dispatch", _dispatch, _key)
-    library.impl("dispatch_backward", _dispatch_backward, _key)
+    library.impl("dispatch", run, _key)
+    library.impl("dispatch_backward", run_backward, _key)

@@ -3,7 +3,7 @@
 Importing this module defines the operators; `thunderep.ops` adds what they do. Ranks must issue the operations of one
 Buffer in one order, also under a compiler, which keeps only the order that data carries. Two registrations see to it:
 
-* operators that communicate count as having side effects, so none is removed because its result is unused;
+* operators that communicate, or wait for one that does, count as having side effects, so none is removed when unused;
 * while a graph is traced (forward and backward), each of them gets the result of the one before it on the same Buffer as
   `after`, unless the caller passed one.
 """
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.node import has_side_effect
+
+from thunderep.runtime.transport import KINDS
 
 library = torch.library.Library("thunderep", "DEF")
 
@@ -33,6 +35,37 @@ library.define(
     "combine_backward(Tensor grad, Tensor recv_topk_idx, Tensor is_token_in_rank, str buffer, Tensor? after=None) -> Tensor"
 )
 library.define(
+    "dispatch_start(Tensor x, Tensor topk_idx, Tensor topk_weights, int num_experts, str buffer, SymInt max_tokens=-1,"
+    " Tensor? x_scales=None, Tensor? after=None) -> Tensor handle"
+)
+library.define(
+    "dispatch_wait(Tensor handle, SymInt received, SymInt tokens, ScalarType dtype, ScalarType idx_dtype, SymInt scales,"
+    " str buffer, Tensor? after=None)"
+    " -> (Tensor recv_x, Tensor recv_topk_idx, Tensor recv_topk_weights, Tensor recv_x_scales, Tensor is_token_in_rank)"
+)
+library.define(
+    "combine_start(Tensor y, Tensor recv_topk_idx, Tensor is_token_in_rank, str buffer, Tensor? after=None) -> Tensor handle"
+)
+library.define(
+    "combine_wait(Tensor handle, Tensor recv_topk_idx, Tensor is_token_in_rank, ScalarType dtype, str buffer,"
+    " Tensor? after=None) -> Tensor"
+)
+library.define(
+    "dispatch_backward_start(Tensor grad_recv_x, Tensor grad_recv_topk_weights, Tensor recv_topk_idx, Tensor is_token_in_rank,"
+    " str buffer, Tensor? after=None) -> Tensor handle"
+)
+library.define(
+    "dispatch_backward_wait(Tensor handle, SymInt tokens, ScalarType dtype, str buffer, Tensor? after=None)"
+    " -> (Tensor grad_x, Tensor grad_topk_weights)"
+)
+library.define(
+    "combine_backward_start(Tensor grad, Tensor recv_topk_idx, Tensor is_token_in_rank, str buffer, Tensor? after=None)"
+    " -> Tensor handle"
+)
+library.define(
+    "combine_backward_wait(Tensor handle, SymInt received, ScalarType dtype, str buffer, Tensor? after=None) -> Tensor grad_y"
+)
+library.define(
     "permute(Tensor x, Tensor topk_idx, int num_local_experts, SymInt capacity=-1, int alignment=1)"
     " -> (Tensor expert_x, Tensor offsets, Tensor row_id_map)"
 )
@@ -43,7 +76,7 @@ library.define(
 )
 library.define("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor")
 
-COMMUNICATION = ("dispatch", "dispatch_backward", "combine", "combine_backward")
+COMMUNICATION = tuple(f"{name}{half}" for name in KINDS for half in ("", "_start", "_wait"))
 
 _last: weakref.WeakKeyDictionary[Any, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 """For each trace in progress, the newest result of each Buffer."""

@@ -1,0 +1,171 @@
+"""Where operations run that were started and are waited for later: inline, on a thread, or on a stream."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+_Result = TypeVar("_Result", covariant=True)
+_Tensors = tuple[torch.Tensor | None, ...]
+
+
+class Started(Protocol[_Result]):
+    """An operation under way."""
+
+    def result(self) -> _Result:
+        """What it returns or raises; whoever asks goes on after it."""
+        ...
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        ...
+
+
+class Background(Protocol):
+    """Runs a Buffer's started operations in their order."""
+
+    def submit(self, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> Started[Any]:
+        """Start `operation(*tensors)`, with the tensors as they are now, whatever the caller does with them next."""
+        ...
+
+    def join(self) -> None:
+        """Have the caller go on after all that were started, unless it is one of them."""
+        ...
+
+    def close(self) -> None:
+        """Start no more."""
+        ...
+
+
+class Inline:
+    """Runs operations at once: nobody but the caller knows the order that a process group's ranks share."""
+
+    def submit(self, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> Future[Any]:
+        """Run one."""
+        future: Future[Any] = Future()
+        _run(future, operation, tensors)
+        return future
+
+    def join(self) -> None:
+        """Nothing is under way."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Worker:
+    """One thread that runs operations on the CPU. It never keeps a process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], _Tensors] | None] = queue.SimpleQueue()
+        self._newest: Future[Any] | None = None
+        self._thread = threading.Thread(target=self._serve, name=f"{name} async", daemon=True)
+        self._thread.start()
+
+    def submit(self, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> Future[Any]:
+        """Queue one, on copies."""
+        future: Future[Any] = Future()
+        self._newest = future
+        self._queue.put((future, operation, _copies(tensors)))
+        return future
+
+    def join(self) -> None:
+        """Block until all have ended."""
+        if self._newest is not None and threading.current_thread() is not self._thread:
+            self._newest.exception()
+
+    def close(self) -> None:
+        """Let the thread end once its operations have: those of a closed Buffer raise at once."""
+        self._queue.put(None)
+
+    def _serve(self) -> None:
+        with torch.no_grad():
+            while (item := self._queue.get()) is not None:
+                _run(*item)
+                del item  # nothing keeps tensors alive until the next one comes
+
+
+class SideStream:
+    """A stream beside the caller's: copy engines, or the few blocks of a kernel, work while the caller computes.
+
+    Memory is safe in stream order. What an operation reads are copies, kept until the caller's stream is behind it. What it
+    returns is allocated on the side stream, which begins every operation after all that the caller has issued, the
+    caller's last use of earlier results included.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._under_way: list[OnStream] = []
+
+    def submit(self, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> OnStream:
+        """Issue one, on copies; it begins when the caller's stream gets here. Raises what issuing it raises."""
+        kept = _copies(tensors)
+        caller = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(caller)
+        with torch.cuda.stream(self._stream):
+            started = OnStream(operation(*kept), kept, caller, self._under_way)
+        self._under_way.append(started)
+        return started
+
+    def join(self) -> None:
+        """Order the current stream after all that nobody has waited for."""
+        if self._under_way and torch.cuda.current_stream(self._stream.device) != self._stream:
+            for started in tuple(self._under_way):
+                started.order()
+
+    def close(self) -> None:
+        """Forget what nobody has waited for."""
+        self._under_way.clear()
+
+
+class OnStream:
+    """An operation that was issued to a side stream, the current one."""
+
+    def __init__(self, result: Any, kept: _Tensors, caller: torch.cuda.Stream, under_way: list[OnStream]) -> None:
+        self._result, self._kept, self._caller, self._under_way = result, kept, caller, under_way
+        self._captured = torch.cuda.is_current_stream_capturing()
+        self._done = torch.cuda.Event()
+        self._done.record()
+
+    def result(self) -> Any:
+        """The result, of use to the current stream."""
+        self.order()
+        current = torch.cuda.current_stream(self._caller.device)
+        if current != self._caller:
+            for tensor in self._result if isinstance(self._result, tuple) else (self._result,):
+                tensor.record_stream(current)
+        return self._result
+
+    def done(self) -> bool:
+        """Whether it has ended on the device."""
+        return bool(self._done.query())
+
+    def order(self) -> None:
+        """Order the current stream after it."""
+        if torch.cuda.is_current_stream_capturing() and not self._captured:
+            raise RuntimeError(
+                "an operation with async_op=True that began before this CUDA graph's capture has not been waited for;"
+                " call its work.wait() before the capture begins"
+            )
+        torch.cuda.current_stream(self._caller.device).wait_event(self._done)
+        if self in self._under_way:
+            self._under_way.remove(self)
+        self._kept = ()
+
+
+def _copies(tensors: _Tensors) -> _Tensors:
+    return tuple([None if tensor is None else tensor.clone() for tensor in tensors])
+
+
+def _run(future: Future[Any], operation: Callable[..., Any], tensors: _Tensors) -> None:
+    try:
+        result = operation(*tensors)
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

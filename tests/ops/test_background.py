@@ -1,0 +1,90 @@
+"""dispatch and combine in two halves, start and wait, as operators. One process; tests/dist has several in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+import thunderep
+from thunderep.testing.inputs import random_tokens
+
+E, K, H, T = 6, 3, 20, 9
+start, wait = torch.ops.thunderep.dispatch_start, torch.ops.thunderep.dispatch_wait
+CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
+
+
+@pytest.fixture(scope="module", params=["shm", "collective"])
+def buffer(request: pytest.FixtureRequest) -> Iterator[thunderep.Buffer]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    with thunderep.Buffer(
+        num_experts=E, hidden=H, topk=K, max_tokens=32, dtype=torch.float32, transport=request.param
+    ) as buffer:
+        yield buffer
+    dist.destroy_process_group()
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    made = random_tokens(3, T, hidden=H, num_experts=E, topk=K, dtype=torch.float32, drop=0.2)
+    return made.x, made.topk_idx, made.topk_weights
+
+
+def test_opcheck_starts(buffer: thunderep.Buffer) -> None:
+    """Waits cannot be checked so: each takes a handle that is good once."""
+    x, idx, weights = inputs()
+    torch.library.opcheck(start.default, (x.requires_grad_(), idx, weights, E, buffer.name), test_utils=CHECKS)
+    d = thunderep.dispatch(*inputs(), E, buffer)
+    y = (torch.randn(T, H, requires_grad=True), d.recv_topk_idx, d.is_token_in_rank, buffer.name)
+    torch.library.opcheck(torch.ops.thunderep.combine_start.default, y, test_utils=CHECKS)
+
+
+def test_fakes_are_exact(buffer: thunderep.Buffer) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x, idx, weights = inputs()
+    rest = (15, T, x.dtype, idx.dtype, 2, buffer.name)
+    got = wait(start(x, idx, weights, E, buffer.name, 15, torch.rand(T, 2)), *rest)
+    combined = torch.ops.thunderep.combine_wait, (got[1], got[4], torch.float32, buffer.name)
+    out = combined[0](torch.ops.thunderep.combine_start(got[0], got[1], got[4], buffer.name), *combined[1])
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        handle = mode.from_tensor(torch.zeros(1))
+        fakes = [*wait(handle, *rest), combined[0](handle, *combined[1])]
+    for real, fake in zip((*got, out), fakes, strict=True):
+        assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
+
+
+def test_a_handle_is_good_once(buffer: thunderep.Buffer) -> None:
+    handle = start(*inputs(), E, buffer.name)
+    arguments = (handle, T, T, torch.float32, torch.int64, 0, buffer.name)
+    wait(*arguments)
+    with pytest.raises(RuntimeError, match=r"handle: no operation .* is under way with it"):
+        wait(*arguments)
+
+
+def test_what_metadata_alone_tells_is_said_at_the_start(buffer: thunderep.Buffer) -> None:
+    x, idx, weights = inputs()
+    with pytest.raises(ValueError, match="x: got shape"):
+        thunderep.dispatch(x[:, 1:], idx, weights, E, buffer, async_op=True)
+    d = thunderep.dispatch(x, idx, weights, E, buffer)
+    with pytest.raises(ValueError, match="y: got"):
+        thunderep.combine(d.recv_x.double(), d, buffer, async_op=True)
+
+
+def test_halves_have_the_gradients_of_the_whole(buffer: thunderep.Buffer) -> None:
+    """The gradient of a wait starts what the gradient of its start waits for."""
+    results = []
+    for async_op in (False, True):
+        x, idx, weights = (t.requires_grad_(t.is_floating_point()) for t in inputs())
+        d = thunderep.dispatch(x, idx, weights, E, buffer, async_op=async_op)
+        d = d.wait() if isinstance(d, thunderep.Work) else d
+        keep = (d.recv_topk_idx >= 0).any(1, keepdim=True)
+        y = thunderep.combine(
+            torch.where(keep, d.recv_x * d.recv_topk_weights.sum(1, keepdim=True), 0), d, buffer, async_op=async_op
+        )
+        out = y.wait() if isinstance(y, thunderep.Work) else y
+        results.append((out, *torch.autograd.grad(out.square().sum(), (x, weights))))
+    for whole, halves in zip(*results, strict=True):
+        assert torch.equal(whole, halves)
