@@ -260,7 +260,8 @@ class Buffer:
         if self.transport == "direct":
             needed = max(self._window(self.max_tokens).nbytes, self.num_ranks * _MIN_WINDOW)
             smallest = Staging.of(self.num_ranks, Staging.slots_for(self.num_ranks) * MIN_SLOT_BYTES)
-            layout = arena.Layout(self.num_ranks, smallest, min(needed, self.num_ranks * nbytes))
+            most = MAX_DEFAULT_STAGING if staging_bytes is None else staging_bytes
+            layout = arena.Layout(self.num_ranks, smallest, min(needed, self.num_ranks * most))
         else:
             layout = arena.Layout(self.num_ranks, Staging.of(self.num_ranks, nbytes))
         try:
