@@ -27,7 +27,7 @@ TransportName = Literal["auto", "dma", "direct", "shm", "collective"]
 
 _MIN_WINDOW = 512 << 10
 """Bytes a rank with which small calls travel as words that carry their own signals; less if staging_bytes says so."""
-_MAX_RANKS = {"dma": arena.MAX_LANES // GPU_WAYS - 1, "direct": window.MAX_RANKS}
+_MAX_RANKS = {"dma": arena.MAX_LANES - GPU_WAYS, "direct": window.MAX_RANKS}
 _AGREED = (
     "num_experts", "hidden", "topk", "max_tokens", "dtype", "device", "transport", "staging_bytes", "timeout", "name",
 )  # fmt: skip

@@ -20,7 +20,7 @@ def main(rank: int, ranks: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     right = []
     for transport in ("dma", "direct"):
-        with programs.make(transport, max_tokens=256) as buffer:
+        with programs.make(transport, max_tokens=256, timeout=200.0) as buffer:
             for tokens in (1, 8, 200):
                 right.append(programs.Round(buffer, tokens, 2).check(tokens, replay=False))
             idx = torch.zeros(3, programs.TOPK, dtype=torch.int64, device="cuda")

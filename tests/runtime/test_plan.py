@@ -28,6 +28,7 @@ from thunderep.runtime.plan import (
     Wait,
     combine_messages,
     dispatch_messages,
+    most_lanes,
     plan_combine,
     plan_combine_in_place,
     plan_dispatch,
@@ -274,6 +275,15 @@ def test_only_lanes_with_work_are_planned(call: Call) -> None:
         assert len(names) == len(set(names))
         assert all(lane.steps for lane in schedule.lanes)
         assert all(step.nbytes > 0 for lane in schedule.lanes for step in lane.steps if isinstance(step, Copy))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("ways", [1, 2])
+def test_lanes_are_as_many_as_said(num_ranks: int, ways: int) -> None:
+    """Two ways to an only peer; with several, their lanes overlap each other's, and hardware queues are few."""
+    staging = Staging.of(num_ranks, 64 << 20)
+    schedules = [p(0, [4096] * num_ranks, [4096, 64], 4096, staging, 0, ways) for p in (plan_dispatch, plan_combine)]
+    assert max(len(schedule.lanes) for schedule in schedules) == (most_lanes(num_ranks, ways) if num_ranks > 1 else 1)
 
 
 @pytest.mark.parametrize("planner", [plan_dispatch, plan_combine])

@@ -512,7 +512,13 @@ def test_settings_that_hurt(install: Install, tmp_path: Path, monkeypatch: pytes
     install(Card())
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert found(topology.read(tmp_path), "environment").level == "problem"
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
+    few = found(topology.read(tmp_path), "environment")
+    assert (few.level, few.found) == (
+        "note",
+        "CUDA_DEVICE_MAX_CONNECTIONS is 4",
+    )
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     monkeypatch.setenv("NCCL_SHM_DISABLE", "1")
     assert "network" in found(topology.read(tmp_path), "environment").advice
 

@@ -10,16 +10,26 @@ that work wrote is visible to whoever sees the value; a wait keeps later work of
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+DEFAULT_QUEUES = 8
+"""Hardware queues that CUDA spreads a process's streams over, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise: up to 32."""
 
 _BATCH = 255  # operations that one call takes
 
 
 class CudaError(RuntimeError):
     """A driver call failed."""
+
+
+def hardware_queues() -> int:
+    """Queues that streams share: what waits at the head of one holds up all streams in it."""
+    said = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(said) if said.isdecimal() else DEFAULT_QUEUES
 
 
 def _driver() -> Any:

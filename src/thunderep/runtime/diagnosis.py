@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thunderep.runtime import arena
-from thunderep.runtime.plan import MAX_DEFAULT_STAGING, Staging
+from thunderep.runtime.cuda import DEFAULT_QUEUES
+from thunderep.runtime.plan import GPU_WAYS, MAX_DEFAULT_STAGING, Staging, most_lanes
 from thunderep.runtime.topology import Gpu, Machine
 
 Level = Literal["ok", "note", "problem"]
@@ -221,9 +222,11 @@ def _system(machine: Machine) -> Iterator[Finding]:
 
 
 def _environment(machine: Machine) -> Iterator[Finding]:
-    if machine.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        advice = "unset it, or set 8: a wait would hold up, on the one queue, the signal that it waits for"
-        yield Finding("problem", "environment", "CUDA_DEVICE_MAX_CONNECTIONS is 1", advice)
+    said = machine.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    queues = int(said) if said.isdecimal() else DEFAULT_QUEUES
+    if queues <= most_lanes(max(2, len(machine.gpus)), GPU_WAYS):
+        advice = "set 32: with fewer queues than streams that wait, a wait can hold up the signal that it waits for"
+        yield Finding("problem" if queues == 1 else "note", "environment", f"CUDA_DEVICE_MAX_CONNECTIONS is {queues}", advice)
     if machine.environment.get("NCCL_SHM_DISABLE") == "1":
         advice = "unset it: without peer access NCCL then goes through the network"
         yield Finding("note", "environment", "NCCL_SHM_DISABLE is 1", advice)

@@ -12,13 +12,14 @@ only what is there is copied, and the rest of what its peers receive is unspecif
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
 from thunderep.runtime import arena, cuda
-from thunderep.runtime.plan import GPU_WAYS, Copy, Flag, Lane, Place, Wait, plan_combine, plan_dispatch
+from thunderep.runtime.plan import GPU_WAYS, Copy, Flag, Lane, Place, Wait, most_lanes, plan_combine, plan_dispatch
 
 _Copy = tuple[int, int, int, int, int]  # indices of and offsets from two base addresses, bytes
 _Instruction = cuda.Batch | _Copy
@@ -38,7 +39,15 @@ class CopyEngines:
     def __init__(self, segment: arena.Segment, pinned: int, layout: arena.Layout, rank: int, device: torch.device) -> None:
         self._segment, self._pinned, self._layout, self._rank = segment, pinned, layout, rank
         self._operations = 0
-        self._streams = [torch.cuda.Stream(device) for _ in range(GPU_WAYS * layout.num_ranks + 1)]
+        lanes, queues = most_lanes(layout.num_ranks, GPU_WAYS), cuda.hardware_queues()
+        if queues <= lanes:
+            warnings.warn(
+                f"CUDA_DEVICE_MAX_CONNECTIONS: {queues} hardware queues for {lanes} lanes and the model's own streams: what"
+                " waits may hold up what it waits for; set it to 32 before the process first uses CUDA",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._streams = [torch.cuda.Stream(device) for _ in range(most_lanes(layout.num_ranks, GPU_WAYS))]
         self._program = lru_cache(maxsize=256)(self._make_program)
 
     def state(self) -> bytes:

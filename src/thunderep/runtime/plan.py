@@ -38,7 +38,7 @@ MAX_DEFAULT_STAGING = 256 << 20
 """Bytes of staging that a rank takes at most when its user names no number."""
 
 GPU_WAYS = 2
-"""Lanes a direction where copy engines execute a schedule."""
+"""`ways` where copy engines execute a schedule."""
 
 
 class Memory(NamedTuple):
@@ -208,7 +208,8 @@ def plan_dispatch(
         max_rows: M; row i of rank r arrives in row r * M + i of every rank's outputs.
         staging: The ring, the same on all ranks.
         bank: 0 or 1, in turn from operation to operation, the same on all ranks.
-        ways: Lanes a direction, the same on all ranks. With two, one lane's signals and waits overlap the other's copies.
+        ways: Lanes for sending, and for receiving from an only peer, the same on all ranks. With two, one lane's signals and
+            waits overlap the other's copies; several peers' lanes overlap each other's as it is.
     """
     _validate(rank, rows, max_rows, bank)
     outgoing = [dispatch_messages(owner, rows, row_bytes, max_rows) for owner in range(len(rows))]
@@ -230,6 +231,11 @@ def plan_combine(
     _validate(rank, rows, max_rows, bank)
     outgoing = [combine_messages(owner, rows, row_bytes, max_rows) for owner in range(len(rows))]
     return _plan(rank, outgoing, (), staging, bank, ways)
+
+
+def most_lanes(num_ranks: int, ways: int) -> int:
+    """Lanes that a schedule has at most."""
+    return ways + (ways if num_ranks == 2 else num_ranks - 1) + 1
 
 
 def plan_combine_in_place(
@@ -265,11 +271,12 @@ def _plan(
         chunks[f"receive from {owner}"] = _receive(rank, owner, _ring(outgoing[owner], staging, bank))
     lanes = []
     for name, steps in chunks.items():
-        by_way: list[list[Step]] = [[] for _ in range(ways)]
+        count = ways if name == "send" or len(outgoing) == 2 else 1
+        by_way: list[list[Step]] = [[] for _ in range(count)]
         for slot, chunk in steps:
             # By slot, so that all that comes into a slot stays in one lane, in order: a flag does not say which chunk it means.
-            by_way[slot // len(outgoing[rank]) % ways] += chunk
-        lanes += [Lane(f"{name}, way {way}" if ways > 1 else name, tuple(lane)) for way, lane in enumerate(by_way)]
+            by_way[slot // len(outgoing[rank]) % count] += chunk
+        lanes += [Lane(f"{name}, way {way}" if count > 1 else name, tuple(lane)) for way, lane in enumerate(by_way)]
     lanes.insert(ways, Lane("local", local))  # after sending, while what is sent is in a CPU's cache
     return Schedule(rank, tuple(lane for lane in lanes if lane.steps))
 

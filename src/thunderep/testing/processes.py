@@ -159,6 +159,7 @@ def _serve(
 ) -> None:
     """One rank: join the group, then answer requests until the parent hangs up."""
     _die_with_parent()
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue for each lane: see `runtime.cuda.hardware_queues`
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the parent, which then closes
     import torch
