@@ -7,8 +7,9 @@ all are begun before any is waited for.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,40 @@ class Gathered(NamedTuple):
     x: torch.Tensor
     topk_idx: torch.Tensor
     topk_weights: torch.Tensor
+
+
+def start_dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Callable[[], Gathered]:
+    """Begin to gather x [T, H], topk_idx [T, K] and topk_weights [T, K] of all ranks; T is the same on each. Call to wait."""
+    size = dist.get_world_size()
+    inputs = (x, topk_idx, topk_weights)
+    outputs = Gathered(*(t.new_empty(size * t.shape[0], t.shape[1]) for t in inputs))
+    works: list[Any]
+    if x.is_cuda:
+        with _coalescing_manager(device=x.device, async_ops=True) as group:
+            for output, value in zip(outputs, inputs, strict=True):
+                _all_gather(output, value, async_op=True)
+        works = [group]
+    else:
+        works = [_all_gather(output, value, async_op=True) for output, value in zip(outputs, inputs, strict=True)]
+
+    def wait() -> Gathered:
+        for work in works:
+            work.wait()
+        return outputs
+
+    return wait
+
+
+def start_combine(y: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Begin to sum y [N * T, H] over the ranks, to keep this rank's block, [T, H]. Call to wait."""
+    result = y.new_empty(y.shape[0] // dist.get_world_size(), y.shape[1])
+    work = _reduce_scatter(result, y, async_op=True)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return result
+
+    return wait
 
 
 def dispatch(x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> Gathered:

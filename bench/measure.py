@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,6 +12,10 @@ import torch.distributed as dist
 
 SAMPLE_SECONDS = 0.1
 """About how long a sample should last: long beside the clock's resolution and the skew between ranks."""
+
+
+_LAYERS = 4
+"""Layers that a graph holds."""
 
 
 class Contender(Protocol):
@@ -162,3 +166,36 @@ def compare(contenders: Sequence[Contender], repeats: int, device: torch.device)
             name = names[(turn + i) % len(names)]
             samples[name].append(sample(runners[name], steps[name], device))
     return {name: Timings(*map(Timing.of, zip(*taken, strict=True))) for name, taken in samples.items()}
+
+
+def layer_times(layers: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of each, `repeats` samples in turn: on CPU as called, on CUDA as graphs replay them; the slowest rank's."""
+    runs = {name: layer if device.type == "cpu" else _captured(layer) for name, layer in layers.items()}
+    calls = 5 * (1 if device.type == "cpu" else _LAYERS)
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for turn in range(-2, repeats):  # the first two warm up
+        for i in range(len(names)):
+            name = names[(turn + i) % len(names)]
+            dist.barrier()
+            runs[name]()
+            clock = StreamClock() if device.type == "cuda" else HostClock()
+            clock.mark()
+            for _ in range(5):
+                runs[name]()
+            clock.mark()
+            mean = torch.tensor(clock.laps(), dtype=torch.float64, device=device) / calls
+            dist.all_reduce(mean, dist.ReduceOp.MAX)
+            if turn >= 0:
+                samples[name].append(mean.item())
+    return samples
+
+
+def _captured(layer: Callable[[], object]) -> Callable[[], object]:
+    layer()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_LAYERS):
+            layer()
+    return graph.replay

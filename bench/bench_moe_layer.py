@@ -1,0 +1,182 @@
+"""How long does a whole Mixture-of-Experts layer take, router to output, beside the same layer over torch.distributed?
+
+    python -m bench.bench_moe_layer --shape qwen3-30b-a3b --tokens 64 --tokens 4096
+
+Ours with every option; torch.distributed (NCCL, gloo) one operation after another, and in halves that overlap; and the layer
+without communication, on rows that came before: what is above that is exposed communication. On CUDA graphs are replayed. With
+one GPU two ranks share it (`THUNDEREP_SHARE_GPU=1`), and there is no NCCL.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import thunderep
+from bench import baseline
+from bench.contenders import SHAPES, Shape
+from bench.measure import layer_times
+from bench.report import machine_facts, place
+from bench.timeline import draw
+from thunderep.nn import ExpertParallel
+from thunderep.runtime.gpu import SHARE
+from thunderep.testing.processes import Ranks
+
+Device = Literal["cpu", "cuda"]
+Layer = Callable[[torch.Tensor], torch.Tensor]
+
+INTERMEDIATE = {"qwen3-30b-a3b": 768, "gpt-oss-120b": 2880, "glm-4.5-air": 1408}
+TOKENS: dict[Device, tuple[int, ...]] = {"cpu": (8, 64), "cuda": (1, 16, 64, 1024, 2048, 4096)}
+TRANSPORTS: dict[Device, tuple[Literal["shm", "dma", "direct"], ...]] = {"cpu": ("shm",), "cuda": ("dma", "direct")}
+
+
+class Router:
+    """Chooses K experts for each token, and their weights."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self._topk = shape.topk
+        generator = torch.Generator().manual_seed(1)
+        self._weight = torch.randn(shape.hidden, shape.num_experts, generator=generator).bfloat16().to(device)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids [T, K] and weights [T, K] for x [T, H]."""
+        chances, ids = torch.softmax((x @ self._weight).float(), dim=-1).topk(self._topk)
+        return ids, chances / chances.sum(-1, keepdim=True)
+
+
+def gathered(layer: ExpertParallel, x: torch.Tensor, routing: tuple[torch.Tensor, torch.Tensor], parts: int) -> torch.Tensor:
+    """The layer's experts over torch.distributed: all rows everywhere, then a reduce-scatter; in `parts` that overlap."""
+    size = -(-len(x) // parts)
+    started = [baseline.start_dispatch(*(t[i : i + size].contiguous() for t in (x, *routing))) for i in range(0, len(x), size)]
+    here, combined = layer.buffer.local_experts, []
+    for wait in started:
+        rows = wait()
+        local = (rows.topk_idx >= here.start) & (rows.topk_idx < here.stop)
+        received = thunderep.DispatchOutput(
+            rows.x, torch.where(local, rows.topk_idx - here.start, -1), torch.where(local, rows.topk_weights, 0), x, x
+        )
+        combined.append(baseline.start_combine(layer._experts(received)))
+    return torch.cat([wait() for wait in combined])
+
+
+def layers(name: str, tokens: int, device: Device, compare: bool, stack: list[thunderep.Buffer]) -> dict[str, Layer]:
+    """Every way through the layer, by name, with one set of experts. Buffers that are made go onto `stack`."""
+    shape = SHAPES[name]
+    where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    router = Router(shape, where)
+    found: dict[str, Layer] = {}
+    parts = (1, 2) if tokens > 1 else (1,)
+    layer: ExpertParallel | None = None
+    for transport in TRANSPORTS[device]:
+        buffer = thunderep.Buffer(
+            num_experts=shape.num_experts,
+            hidden=shape.hidden,
+            topk=shape.topk,
+            max_tokens=tokens,
+            device=where,
+            transport=transport,
+        )
+        stack.append(buffer)
+        layer = ExpertParallel(buffer, INTERMEDIATE[name]) if layer is None else layer
+        for overlap in parts:
+            twin = copy.copy(layer)
+            twin.buffer, twin.overlap = buffer, overlap
+            label = f"{transport}, overlapped" if overlap > 1 else transport
+            found[label] = lambda x, twin=twin: twin(x, *router(x))  # type: ignore[misc]
+    assert layer is not None
+    for cut in parts if compare else ():
+        label = f"{dist.get_backend()}, overlapped" if cut > 1 else dist.get_backend()
+        found[label] = lambda x, cut=cut: gathered(layer, x, router(x), cut)  # type: ignore[misc]
+    x = inputs(shape, tokens, where)
+    received = thunderep.dispatch(x, *router(x), shape.num_experts, stack[0])
+
+    def without(x: torch.Tensor) -> torch.Tensor:
+        router(x)
+        return layer._experts(received)
+
+    found["no communication"] = without
+    return found
+
+
+def inputs(shape: Shape, tokens: int, device: torch.device) -> torch.Tensor:
+    """This rank's x [T, H]."""
+    return torch.randn(tokens, shape.hidden, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16().to(device)
+
+
+@torch.no_grad()
+def measure(name: str, tokens: int, device: Device, compare: bool, repeats: int, timeline: str | None) -> dict[str, float]:
+    """In every rank: microseconds of each layer, the median; the slowest rank's."""
+    where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    x = inputs(SHAPES[name], tokens, where)
+    buffers: list[thunderep.Buffer] = []
+    try:
+        found = layers(name, tokens, device, compare, buffers)
+        results = {label: layer(x) for label, layer in found.items() if label != "no communication"}
+        expected = next(iter(results.values()))
+        for result in results.values():
+            torch.testing.assert_close(result, expected, rtol=2**-6, atol=2**-6)
+        runs = {label: partial(layer, x) for label, layer in found.items()}
+        if timeline is not None and dist.get_rank() == 0:
+            draw(runs, Path(timeline))
+        elif timeline is not None:
+            draw(runs, None)
+        times = layer_times(runs, repeats, where)
+        return {label: statistics.median(taken) * 1e6 for label, taken in times.items()}
+    finally:
+        for buffer in buffers:
+            buffer.close()
+
+
+def main(
+    shape: Annotated[list[str] | None, typer.Option(help=f"Repeatable; all if left out: {', '.join(SHAPES)}.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Per rank, repeatable.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="Processes; if left out, 2 on CPU and one a GPU on CUDA.")] = None,
+    device: Annotated[Device | None, typer.Option(help="If left out, CUDA where there is a GPU.")] = None,
+    repeats: Annotated[int, typer.Option(min=2, help="Samples of each.")] = 9,
+    timeline: Annotated[bool, typer.Option("--timeline", help="On CUDA, draw who runs when, for the largest size.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON and the picture.")] = Path("bench/results"),
+) -> None:
+    """Measure a whole layer beside torch.distributed; print a table, write JSON."""
+    unknown = sorted(set(shape or ()) - set(SHAPES))
+    if unknown:
+        raise typer.BadParameter(f"got {', '.join(unknown)}; expected {', '.join(SHAPES)}", param_hint="--shape")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    shared = device == "cuda" and torch.cuda.device_count() == 1
+    ranks = ranks or (2 if device == "cpu" or shared else torch.cuda.device_count())
+    backend = "nccl" if device == "cuda" and not shared else "gloo"
+    console, rows = Console(), []
+    out.mkdir(parents=True, exist_ok=True)
+    with Ranks(ranks, backend, environment={SHARE: "1"} if shared else {}) as processes:
+        for name in shape or SHAPES:
+            table = Table(title=f"{name}, {ranks} ranks, {place(device)}: us, and how many times faster than {backend}")
+            for count in sorted(tokens or TOKENS[device]):
+                last = timeline and device == "cuda" and count == max(tokens or TOKENS[device])
+                picture = str(out / f"layer-{name}-{count}.png") if last else None
+                times = processes.run(measure, name, count, device, not shared, repeats, picture, timeout=600)[0]
+                if not table.columns:
+                    for column in ("tokens", *times):
+                        table.add_column(column)
+                rival = times.get(backend)
+                cells = [f"{t:,.0f}" + (f" ({rival / t:.2f})" if rival else "") for t in times.values()]
+                table.add_row(str(count), *cells)
+                rows.append({"shape": name, "tokens": count, "us": times})
+            console.print(table)
+    facts = machine_facts(device) | {"ranks": ranks, "share one GPU": shared, "repeats": repeats}
+    path = out / f"moe-layer-{device}-{ranks}-ranks.json"
+    path.write_text(json.dumps({"facts": facts, "unit": "microseconds", "rows": rows}, indent=1) + "\n")
+    console.print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
