@@ -11,24 +11,23 @@ import pytest
 import torch
 
 from tests.gpu import programs
-from thunderep.runtime.gpu import SHARE
+from tests.gpu.machine import FEW, start
 from thunderep.testing.processes import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-GPUS = torch.cuda.device_count()
-TRANSPORTS = pytest.mark.parametrize("transport", ["dma", "direct"])
-FEW = GPUS < 2
-"""Ranks that share a GPU take turns on it, milliseconds each, so the tests are shorter."""
-
-
-def start() -> Ranks:
-    return Ranks(2, environment={SHARE: "1"}) if FEW else Ranks(min(4, GPUS), backend="nccl")
+TRANSPORTS = pytest.mark.parametrize("transport", ["dma", "direct", "auto"])
 
 
 @pytest.fixture(scope="module")
 def gpu_ranks() -> Iterator[Callable[[], Ranks]]:
     with start() as ranks:
         yield lambda: ranks
+
+
+@TRANSPORTS
+def test_a_transport_is_what_was_asked_for(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
+    assert set(gpu_ranks().run(programs.keep, transport)) == {transport}
+    gpu_ranks().run(programs.close)
 
 
 @TRANSPORTS

@@ -1,0 +1,62 @@
+"""Which transport a group gets: what each rank says of itself, and what all ranks then decide alike."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thunderep.runtime import arena, cuda, window
+from thunderep.runtime.plan import GPU_WAYS
+
+_MOST_LANES = arena.MAX_LANES // GPU_WAYS - 1
+MAX_RANKS = {"dma": _MOST_LANES, "direct": window.MAX_RANKS, "auto": min(_MOST_LANES, window.MAX_RANKS)}
+"""Ranks of one host that a transport of CUDA tensors takes at most."""
+
+
+def gpu_facts(device: torch.device, group: dist.ProcessGroup) -> dict[str, Any]:
+    """What the ranks must know of this rank's GPU for "auto".
+
+    Returns:
+        "uuid"; "peers": the UUIDs of the GPUs that NCCL reaches from it without host memory. What this process does not see
+        counts as out of reach, and so does everything where NCCL is told not to, or another back end moves CUDA tensors.
+    """
+    try:
+        found = cuda.devices()
+    except cuda.CudaError:  # connecting will say so, too
+        return {"uuid": None, "peers": []}
+    mine = found[device.index]
+    nccl = "nccl" in str(dist.get_backend_config(group)) and os.environ.get("NCCL_P2P_DISABLE", "0") in ("", "0")
+    return {"uuid": mine.uuid, "peers": [found[ordinal].uuid for ordinal in mine.peers] if nccl else []}
+
+
+def choose(transport: str, answers: Sequence[Mapping[str, Any]]) -> str:
+    """The transport to connect: "auto" only for CUDA tensors of which kernels or copy engines move each call.
+
+    Args:
+        transport: What was asked for.
+        answers: One a rank: its "host"; its "gpu" as `gpu_facts` has it, where CUDA tensors are to go by "auto".
+
+    Raises:
+        RuntimeError: The transport is for one host, and these are several; each rank's is listed.
+    """
+    hosts = [answer["host"] for answer in answers]
+    one_host = all(host == hosts[0] for host in hosts)
+    if transport in ("shm", "dma", "direct") and not one_host:
+        raise RuntimeError(
+            f"transport: {transport!r} needs all ranks on one host and in one process namespace; "
+            + ", ".join(f"rank {rank} is on {host}" for rank, host in enumerate(hosts))
+        )
+    if transport != "auto":
+        return transport
+    if not one_host:
+        return "collective"
+    if "gpu" not in answers[0]:
+        return "shm"
+    gpus = [answer["gpu"] for answer in answers]
+    reachable = all(other["uuid"] in gpu["peers"] for gpu, other in itertools.permutations(gpus, 2))
+    return "collective" if reachable or len(gpus) > MAX_RANKS["auto"] else "auto"

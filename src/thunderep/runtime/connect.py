@@ -1,0 +1,103 @@
+"""Makes each rank's side of the chosen transport: all ranks together, and all of them the same."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from thunderep.runtime import tuning
+from thunderep.runtime.collective import CollectiveTransport
+from thunderep.runtime.control import Control
+from thunderep.runtime.host import HostTransport
+from thunderep.runtime.rendezvous import Rendezvous, UnableError, compare, share_segment
+from thunderep.runtime.staging import Shape
+from thunderep.runtime.transport import Transport
+from thunderep.runtime.tuning import Thresholds
+from thunderep.runtime.watchdog import Watchdog
+
+_log = logging.getLogger(__name__)
+
+_FIXED = {"dma": Thresholds(-1, -1), "direct": Thresholds(sys.maxsize, sys.maxsize)}
+
+
+class Wish(NamedTuple):
+    """What to connect, as all ranks agreed.
+
+    Attributes:
+        transport: "shm", "dma", "direct", "collective"; "auto": kernels or copy engines, by size.
+        shape: What sizes depend on.
+        device: Where this rank's tensors live.
+        staging_bytes: Bytes of staging a rank; None: as much as `shape` takes.
+        timeout: Seconds that a peer may be silent.
+    """
+
+    transport: str
+    shape: Shape
+    device: torch.device
+    staging_bytes: int | None
+    timeout: float
+
+
+def connect(
+    wish: Wish, group: dist.ProcessGroup, meeting: Rendezvous, answers: Sequence[Mapping[str, Any]]
+) -> tuple[str, Transport]:
+    """Connect the ranks.
+
+    Args:
+        wish: The same on all ranks, but for the device.
+        group: The ranks.
+        meeting: Their rendezvous.
+        answers: What each rank said of itself: "host" and "pid".
+
+    Returns:
+        The transport's name and the transport: that of the wish, or "collective" if that was "auto" and some rank cannot.
+
+    Raises:
+        RuntimeError: A rank could not, or did not come; the same report on all ranks.
+    """
+    pids = [answer["pid"] for answer in answers]
+    if any(answer["host"] != answers[0]["host"] for answer in answers):
+        return wish.transport, CollectiveTransport(group, None)
+    if wish.transport == "collective":
+        return wish.transport, CollectiveTransport(group, Watchdog(pids))
+    thresholds = _FIXED.get(wish.transport) or _agree_on_thresholds(meeting)
+    try:
+        return wish.transport, _through_memory(wish, meeting, pids, thresholds)
+    except UnableError as error:
+        if wish.transport != "auto":
+            raise
+        _log.warning("'auto' falls back to 'collective': %s", error)
+        return "collective", CollectiveTransport(group, Watchdog(pids))
+
+
+def _agree_on_thresholds(meeting: Rendezvous) -> Thresholds:
+    """Rank 0's: where ranks would use different ones, none may."""
+    answer: dict[str, Any] = {}
+    try:
+        answer["thresholds"] = tuning.thresholds()
+    except ValueError as error:
+        answer["error"] = ("ValueError", str(error))
+    answers = meeting.exchange("thresholds", answer)
+    compare(answers, ())
+    return Thresholds(*answers[0]["thresholds"])
+
+
+def _through_memory(wish: Wish, meeting: Rendezvous, pids: Sequence[int], thresholds: Thresholds) -> Transport:
+    layout = wish.shape.layout(wish.transport, wish.staging_bytes, thresholds)
+    segment = share_segment(meeting, layout.nbytes)
+    control = Control(segment, layout, meeting.rank, Watchdog(pids), wish.timeout)
+    if wish.transport == "shm":
+        return HostTransport(segment, layout, meeting.rank, control)
+    from thunderep.runtime import gpu
+
+    try:
+        return gpu.connect(meeting, segment, layout, meeting.rank, wish.device, control, thresholds)
+    except BaseException:
+        control.release()
+        control.close()
+        raise
