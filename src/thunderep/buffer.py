@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import weakref
@@ -19,6 +20,7 @@ from thunderep.runtime.connect import Wish, connect
 from thunderep.runtime.plan import ALIGNMENT
 from thunderep.runtime.rendezvous import Rendezvous, compare, host_id
 from thunderep.runtime.staging import Shape
+from thunderep.runtime.traffic import Stats
 from thunderep.runtime.transport import DTYPES, Transport
 from thunderep.work import Work, Worker
 
@@ -27,6 +29,8 @@ TransportName = Literal["auto", "dma", "direct", "shm", "collective"]
 _AGREED = (
     "num_experts", "hidden", "topk", "max_tokens", "dtype", "device", "transport", "staging_bytes", "timeout", "name",
 )  # fmt: skip
+
+_log = logging.getLogger(__name__)
 
 _buffers: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
 
@@ -127,6 +131,7 @@ class Buffer:
         self._closed = False
         _buffers[self.name] = self
         self._finalizer = weakref.finalize(self, _close_transport, self._transport, self._pid)
+        _log.info("%r made, on %s, asked for transport %r", self, self.device, transport)
 
     @property
     def local_experts(self) -> range:
@@ -139,6 +144,10 @@ class Buffer:
         if self.bad_ids[0]:
             self.bad_ids[0] = 0
             raise ValueError(f"topk_idx: an earlier operation got ids outside -1 to {self.num_experts - 1}; they counted as -1")
+
+    def stats(self) -> Stats:
+        """What this rank has done over this Buffer so far: operations, bytes, and whom it waited for."""
+        return self._usable().stats()
 
     def close(self) -> None:
         """Release everything.

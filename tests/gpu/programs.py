@@ -284,6 +284,21 @@ def compiled(transport: str, mode: str) -> list[str]:
     return problems
 
 
+def profiled(transport: str) -> tuple[list[str], thunderep.Stats]:
+    """What a profiler sees of a dispatch and a combine of `MOST` tokens, and what the Buffer counts of them."""
+    with make(transport) as buffer:
+        round_ = Round(buffer, MOST, 2)
+        before = buffer.stats()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            round_.run()
+        with torch.autograd.profiler.emit_nvtx():
+            round_.run()
+        after = buffer.stats()
+    counts = {kind: after.operations[kind] - count for kind, count in before.operations.items()}
+    names = sorted({event.key for event in profile.key_averages() if event.key.startswith("thunderep")})
+    return names, thunderep.Stats(counts, after[1] - before[1], after[2] - before[2], after.waited)
+
+
 def sharing(transport: str) -> str:
     """What making a Buffer says where ranks have one GPU."""
     try:

@@ -31,6 +31,20 @@ def test_a_transport_is_what_was_asked_for(transport: str, gpu_ranks: Callable[[
 
 
 @TRANSPORTS
+def test_what_a_profiler_and_the_counters_see(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
+    phases = {"dma": {"copy_engines", "localize", "sum"}, "direct": {"kernels"}}
+    phases["auto"] = phases["dma"]  # so many tokens are more than the tests' thresholds
+    found = gpu_ranks().run(programs.profiled, transport)
+    moved = programs.MOST * (2 * programs.HIDDEN + programs.TOPK * 12), programs.MOST * 2 * programs.HIDDEN
+    for names, stats in found:
+        assert {name.removeprefix("thunderep:") for name in names if "::" not in name} == phases[transport]
+        assert stats.operations == {"dispatch": 2, "combine": 2, "dispatch_backward": 0, "combine_backward": 0}
+        assert stats.bytes_sent == 2 * (moved[0] + (len(found) - 1) * moved[1])
+        assert stats.bytes_received == 2 * (len(found) - 1) * sum(moved)
+        assert stats.waited is None
+
+
+@TRANSPORTS
 def test_graphs_replayed_in_random_order_between_eager_calls(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
     for seed in range(1 if FEW else 3):
         found = gpu_ranks().run(programs.replay_in_random_order, transport, 200, seed, timeout=280)

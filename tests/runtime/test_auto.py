@@ -224,11 +224,14 @@ def test_ranks_take_rank_0s_thresholds(pair: Ranks) -> None:
 
 
 def one_way_only() -> list[list[bool]]:
-    """Who takes a call of any size over `dma` and over `direct`: kernels?"""
+    """Who takes a call of any size over `dma` and over `direct`: kernels? What they take is counted."""
     taken = []
     for transport in ("dma", "direct"):
         _, made, _ = connected(transport)
         taken.append([made.window(call(kind, rows, rows)) is not None for kind in KINDS for rows in (0, 1, 1 << 40)])
+        stats = made.stats()
+        assert set(stats.operations.values()) == {3 if transport == "direct" else 0}
+        assert stats.waited is None
         made.close()
     return taken
 

@@ -18,6 +18,7 @@ from thunderep.ops.kernels.direct.combine import combine
 from thunderep.ops.kernels.direct.dispatch import dispatch
 from thunderep.ops.kernels.direct.latency_combine import latency_combine
 from thunderep.ops.kernels.direct.latency_dispatch import latency_dispatch
+from thunderep.runtime.trace import phase
 from thunderep.runtime.window import FLAGS, HEADER_BYTES, MAX_CHUNK_ROWS, Window, aligned, routing_words
 
 LATENCY_COLUMNS, LATENCY_WARPS = 512, 4
@@ -94,6 +95,7 @@ class Kernels:
         self._region, self._address, self._rank, self._ticket = window.region, window.address, window.rank, window.ticket
         self._num_ranks, self._num_experts, self._bad_ids = window.region.num_ranks, num_experts, bad_ids
 
+    @phase("kernels")
     def dispatch(
         self,
         x: torch.Tensor,
@@ -131,6 +133,7 @@ class Kernels:
             self._dispatch(inputs, in_rank, outputs, max_rows, topk, scales)
         return *outputs, in_rank
 
+    @phase("kernels")
     def spread(self, rows: torch.Tensor, is_token_in_rank: torch.Tensor, max_rows: int) -> torch.Tensor:
         """[R, H]: the rows [T, H] of tokens that came to this rank, zeros elsewhere. The gradient of `combine`."""
         received = rows.new_empty(self._num_ranks * max_rows, rows.shape[1])
@@ -138,6 +141,7 @@ class Kernels:
         self._dispatch(inputs, is_token_in_rank.contiguous(), (received, None, None, None), max_rows, 0, 0)
         return received
 
+    @phase("kernels")
     def combine(
         self, payloads: Sequence[torch.Tensor], recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor
     ) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 from thunderep.buffer import Buffer, lookup
 from thunderep.ops.library import library
 from thunderep.ops.rows import kernels, require, require_device, rows_sum
+from thunderep.runtime.trace import phase
 from thunderep.runtime.transport import DTYPES, KINDS, Call
 
 ROW_DTYPES = DTYPES[:7]
@@ -96,6 +97,7 @@ def _dispatch(
     return recv_x, recv_idx, recv_weights, recv_scales, in_rank
 
 
+@phase("localize")
 def _localize(owner: Buffer, idx: torch.Tensor, weights: torch.Tensor, rows: list[int], sent_idx: torch.Tensor) -> torch.Tensor:
     """Turn received global ids into local ones, in place: -1, and weight 0, for padding and for other ranks' experts.
 

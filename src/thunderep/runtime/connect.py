@@ -84,12 +84,16 @@ def _agree_on_thresholds(meeting: Rendezvous) -> Thresholds:
         answer["error"] = ("ValueError", str(error))
     answers = meeting.exchange("thresholds", answer)
     compare(answers, ())
-    return Thresholds(*answers[0]["thresholds"])
+    agreed = Thresholds(*answers[0]["thresholds"])
+    _log.info("auto: kernels up to %d bytes of rows a rank in a dispatch, %d in a combine; copy engines above", *agreed)
+    return agreed
 
 
 def _through_memory(wish: Wish, meeting: Rendezvous, pids: Sequence[int], thresholds: Thresholds) -> Transport:
     layout = wish.shape.layout(wish.transport, wish.staging_bytes, thresholds)
     segment = share_segment(meeting, layout.nbytes)
+    window = layout.window_bytes // layout.num_ranks
+    _log.info("%s: staging of %d bytes a rank for copies, %d for kernels", wish.transport, layout.staging.nbytes, window)
     control = Control(segment, layout, meeting.rank, Watchdog(pids), wish.timeout)
     if wish.transport == "shm":
         return HostTransport(segment, layout, meeting.rank, control)

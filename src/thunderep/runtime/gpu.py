@@ -17,6 +17,7 @@ from thunderep.runtime.control import Control
 from thunderep.runtime.dma import CopyEngines
 from thunderep.runtime.release import Releaser
 from thunderep.runtime.rendezvous import Rendezvous, require_able
+from thunderep.runtime.traffic import Stats, Traffic
 from thunderep.runtime.transport import ByRank, Call, Scratch
 from thunderep.runtime.tuning import Thresholds
 from thunderep.runtime.window import Region, Window
@@ -92,7 +93,7 @@ class GpuTransport:
         thresholds: Thresholds,
     ) -> None:
         self._segment, self._num_ranks, self._device, self._control = segment, layout.num_ranks, device, control
-        self._thresholds = thresholds
+        self._thresholds, self._traffic = thresholds, Traffic(layout.num_ranks)
         self._engines = CopyEngines(segment, pinned, layout, rank, device)
         self._window: Window | None = None
         if layout.window_bytes:
@@ -106,7 +107,7 @@ class GpuTransport:
         """Announce the call and return the window in which kernels do all of it; None if the other methods are to move it."""
         if self._window is None or not self._thresholds.take(call):
             return None
-        self._control.post(call)
+        self._begin(call)
         return self._window
 
     def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
@@ -122,8 +123,12 @@ class GpuTransport:
         yield [output.unflatten(0, (self._num_ranks, call.max_tokens)) for output in outputs]
 
     def _run(self, kind: str, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        self._control.post(call)
+        self._begin(call)
         self._engines.run(kind, call.max_tokens, inputs, outputs)
+
+    def _begin(self, call: Call) -> None:
+        self._control.post(call)
+        self._traffic.add(call, (self._num_ranks - 1) * call.max_tokens)
 
     def _state(self) -> bytes:
         """As `Releaser` has it: the engines' part is always as long, so both together are as telling as each alone."""
@@ -133,6 +138,10 @@ class GpuTransport:
         self._engines.release()
         if self._window is not None:
             self._window.release()
+
+    def stats(self) -> Stats:
+        """What this rank has moved so far."""
+        return self._traffic.stats()
 
     def check(self) -> None:
         """Raise the error that broke the Buffer, if one did."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from thunderep.runtime.transport import DTYPES, KINDS, Call
+from thunderep.runtime.transport import DTYPES, OUTWARD, Call
 
 ENVIRONMENT = "THUNDEREP_THRESHOLDS"
 """Environment variable: thresholds to use whatever else is known, as "dispatch,combine" in bytes. Rank 0's counts."""
@@ -24,14 +24,13 @@ class Thresholds(NamedTuple):
 
     def take(self, call: Call) -> bool:
         """Whether kernels move `call`. What ranks agree on decides, so all decide alike."""
-        return rows_bytes(call) <= (self.dispatch if _GOES_OUT[call.kind] else self.combine)
+        return rows_bytes(call) <= (self.dispatch if OUTWARD[call.kind] else self.combine)
 
 
 BUILT_IN = Thresholds(dispatch=4 << 20, combine=4 << 20)
 """Provisional. Source: sketches of both ways on two H200s without peer access, PCIe 5 x16, replayed as graphs, all-gather of
 4 KiB rows: kernels took 127 us for 4 MiB a rank, copy engines 152; for 8 MiB it was 280 and 254. Assumed of combine too."""
 
-_GOES_OUT = [kind in ("dispatch", "combine_backward") for kind in KINDS]
 _ITEM_BYTES = [dtype.itemsize for dtype in DTYPES]
 
 
