@@ -11,9 +11,8 @@ from thunderep.buffer import Buffer
 from thunderep.placement import local_experts
 from thunderep.runtime.traffic import Stats
 from thunderep.runtime.watchdog import PeerError
+from thunderep.version import __version__ as __version__
 from thunderep.work import Work
-
-__version__ = "0.1.0"
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
 

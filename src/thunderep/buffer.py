@@ -116,7 +116,7 @@ class Buffer:
                 if field not in ("dtype", "device", "staging_bytes", "transport")
             }
             answer |= {"dtype": str(dtype), "device": self.device.type, "staging_bytes": staging_bytes, "transport": transport}
-            if transport == "auto" and self.device.type == "cuda":
+            if self.device.type == "cuda":
                 answer["gpu"] = gpu_facts(self.device, group)
         answers = meeting.exchange("configuration", answer)
         compare(answers, _AGREED)

@@ -19,6 +19,7 @@ try:
 except ModuleNotFoundError as error:  # an extra, which not every installation has
     sys.exit(f"thunderep: {error.name} is not installed; pip install 'thunderep[demo]'")
 
+from thunderep import tune as tuning
 from thunderep.demo.app import run
 from thunderep.demo.config import DemoConfig
 from thunderep.demo.launch import RankError
@@ -101,6 +102,25 @@ def doctor(
         console.print(table)
         console.print(f"[red]Problems: {problems}.[/]" if problems else "[green]No problem.[/]")
     raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
+def tune() -> None:
+    """Measure from which size on copy engines beat kernels on this machine's GPUs, and have `auto` go by it: a minute."""
+    console = Console(highlight=False)
+    try:
+        with console.status("measuring, with a process for each GPU"):
+            tuned = tuning.tune()
+    except (OSError, RuntimeError, TimeoutError) as error:
+        console.print(f"[red]Not tuned: {escape(str(error))}[/]", soft_wrap=True)
+        raise typer.Exit(1) from None
+    table = Table(
+        "KiB of rows a rank", "", "direct, us", "dma, us", "auto takes", box=None, header_style="bold", padding=(0, 1)
+    )
+    for row in tuned.measured:
+        way = "direct" if row.nbytes <= getattr(tuned.thresholds, row.kind) else "dma"
+        table.add_row(f"{row.nbytes >> 10:,}", row.kind, f"{row.direct:,.1f}", f"{row.dma:,.1f}", way)
+    console.print(table, f"Kept in {escape(str(tuned.path))}")
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -297,6 +298,18 @@ def profiled(transport: str) -> tuple[list[str], thunderep.Stats]:
     counts = {kind: after.operations[kind] - count for kind, count in before.operations.items()}
     names = sorted({event.key for event in profile.key_averages() if event.key.startswith("thunderep")})
     return names, thunderep.Stats(counts, after[1] - before[1], after[2] - before[2], after.waited)
+
+
+def logged_thresholds() -> str:
+    """What is logged of the thresholds of a Buffer that chooses by itself."""
+    logged: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("thunderep")
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    make("auto").close()
+    logger.removeHandler(handler)
+    return next(text for text in logged if text.startswith("auto: kernels"))
 
 
 def sharing(transport: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thunderep.runtime import arena, cuda, window
+from thunderep.runtime import arena, cuda, numa, window
 from thunderep.runtime.plan import GPU_WAYS
 
 _MOST_LANES = arena.MAX_LANES // GPU_WAYS - 1
@@ -19,19 +19,21 @@ MAX_RANKS = {"dma": _MOST_LANES, "direct": window.MAX_RANKS, "auto": min(_MOST_L
 
 
 def gpu_facts(device: torch.device, group: dist.ProcessGroup) -> dict[str, Any]:
-    """What the ranks must know of this rank's GPU for "auto".
+    """What the ranks must know of this rank's GPU.
 
     Returns:
-        "uuid"; "peers": the UUIDs of the GPUs that NCCL reaches from it without host memory. What this process does not see
-        counts as out of reach, and so does everything where NCCL is told not to, or another back end moves CUDA tensors.
+        "name", "uuid"; "node": the memory node that it is attached to; "peers": the UUIDs of the GPUs that NCCL reaches from
+        it without host memory. What this process does not see counts as out of reach, and so does everything where NCCL is
+        told not to, or another back end moves CUDA tensors.
     """
     try:
         found = cuda.devices()
     except cuda.CudaError:  # connecting will say so, too
-        return {"uuid": None, "peers": []}
+        return {"name": "", "uuid": None, "node": None, "peers": []}
     mine = found[device.index]
     nccl = "nccl" in str(dist.get_backend_config(group)) and os.environ.get("NCCL_P2P_DISABLE", "0") in ("", "0")
-    return {"uuid": mine.uuid, "peers": [found[ordinal].uuid for ordinal in mine.peers] if nccl else []}
+    peers = [found[ordinal].uuid for ordinal in mine.peers] if nccl else []
+    return {"name": mine.name, "uuid": mine.uuid, "node": numa.node_of(mine.pci_address), "peers": peers}
 
 
 def choose(transport: str, answers: Sequence[Mapping[str, Any]]) -> str:
@@ -39,7 +41,7 @@ def choose(transport: str, answers: Sequence[Mapping[str, Any]]) -> str:
 
     Args:
         transport: What was asked for.
-        answers: One a rank: its "host"; its "gpu" as `gpu_facts` has it, where CUDA tensors are to go by "auto".
+        answers: One a rank: its "host"; for CUDA tensors its "gpu", as `gpu_facts` has it.
 
     Raises:
         RuntimeError: The transport is for one host, and these are several; each rank's is listed.

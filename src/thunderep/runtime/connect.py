@@ -10,19 +10,19 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from thunderep.runtime import tuning
+from thunderep.runtime import numa, tuning
 from thunderep.runtime.collective import CollectiveTransport
 from thunderep.runtime.control import Control
 from thunderep.runtime.host import HostTransport
 from thunderep.runtime.rendezvous import Rendezvous, UnableError, compare, share_segment
-from thunderep.runtime.staging import Shape
+from thunderep.runtime.staging import Shape, parts_of
 from thunderep.runtime.transport import Transport
 from thunderep.runtime.tuning import Thresholds
 from thunderep.runtime.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
-_FIXED = {"dma": Thresholds(-1, -1), "direct": Thresholds(sys.maxsize, sys.maxsize)}
+_FIXED = {"shm": Thresholds(-1, -1), "dma": Thresholds(-1, -1), "direct": Thresholds(sys.maxsize, sys.maxsize)}
 
 
 class Wish(NamedTuple):
@@ -52,7 +52,7 @@ def connect(
         wish: The same on all ranks, but for the device.
         group: The ranks.
         meeting: Their rendezvous.
-        answers: What each rank said of itself: "host" and "pid".
+        answers: What each rank said of itself: "host", "pid", and for CUDA tensors its "gpu".
 
     Returns:
         The transport's name and the transport: that of the wish, or "collective" if that was "auto" and some rank cannot.
@@ -65,9 +65,10 @@ def connect(
         return wish.transport, CollectiveTransport(group, None)
     if wish.transport == "collective":
         return wish.transport, CollectiveTransport(group, Watchdog(pids))
-    thresholds = _FIXED.get(wish.transport) or _agree_on_thresholds(meeting)
+    gpus = [answer.get("gpu", {}) for answer in answers]
+    thresholds = _FIXED.get(wish.transport) or _agree_on_thresholds(meeting, [gpu["name"] for gpu in gpus])
     try:
-        return wish.transport, _through_memory(wish, meeting, pids, thresholds)
+        return wish.transport, _through_memory(wish, meeting, pids, thresholds, [gpu.get("node") for gpu in gpus])
     except UnableError as error:
         if wish.transport != "auto":
             raise
@@ -75,13 +76,14 @@ def connect(
         return "collective", CollectiveTransport(group, Watchdog(pids))
 
 
-def _agree_on_thresholds(meeting: Rendezvous) -> Thresholds:
+def _agree_on_thresholds(meeting: Rendezvous, gpus: Sequence[str]) -> Thresholds:
     """Rank 0's: where ranks would use different ones, none may."""
     answer: dict[str, Any] = {}
-    try:
-        answer["thresholds"] = tuning.thresholds()
-    except ValueError as error:
-        answer["error"] = ("ValueError", str(error))
+    if meeting.rank == 0:
+        try:
+            answer["thresholds"] = tuning.thresholds(gpus)
+        except ValueError as error:
+            answer["error"] = ("ValueError", str(error))
     answers = meeting.exchange("thresholds", answer)
     compare(answers, ())
     agreed = Thresholds(*answers[0]["thresholds"])
@@ -89,18 +91,22 @@ def _agree_on_thresholds(meeting: Rendezvous) -> Thresholds:
     return agreed
 
 
-def _through_memory(wish: Wish, meeting: Rendezvous, pids: Sequence[int], thresholds: Thresholds) -> Transport:
-    layout = wish.shape.layout(wish.transport, wish.staging_bytes, thresholds)
+def _through_memory(
+    wish: Wish, meeting: Rendezvous, pids: Sequence[int], thresholds: Thresholds, nodes: Sequence[int | None]
+) -> Transport:
+    rank, layout = meeting.rank, wish.shape.layout(wish.transport, wish.staging_bytes, thresholds)
     segment = share_segment(meeting, layout.nbytes)
     window = layout.window_bytes // layout.num_ranks
     _log.info("%s: staging of %d bytes a rank for copies, %d for kernels", wish.transport, layout.staging.nbytes, window)
-    control = Control(segment, layout, meeting.rank, Watchdog(pids), wish.timeout)
+    control = Control(segment, layout, rank, Watchdog(pids), wish.timeout)
     if wish.transport == "shm":
-        return HostTransport(segment, layout, meeting.rank, control)
+        return HostTransport(segment, layout, rank, control)
     from thunderep.runtime import gpu
 
     try:
-        return gpu.connect(meeting, segment, layout, meeting.rank, wish.device, control, thresholds)
+        parts = ((segment.address + at, nbytes, of) for of in range(meeting.num_ranks) for at, nbytes in parts_of(layout, of))
+        numa.place(parts, nodes)  # every rank places all: whichever pins first touches all
+        return gpu.connect(meeting, segment, layout, rank, wish.device, control, thresholds)
     except BaseException:
         control.release()
         control.close()

@@ -94,3 +94,11 @@ class Shape(NamedTuple):
         chunks_per_peer = half // max(1, self.num_ranks - 1)
         slot = max(-(-dispatch // half), -(-combine // chunks_per_peer), MIN_SLOT_BYTES) + ALIGNMENT
         return min(2 * half * slot, MAX_DEFAULT_STAGING)
+
+
+def parts_of(layout: arena.Layout, rank: int) -> list[tuple[int, int]]:
+    """Where what a rank writes for its peers lies: offsets in the segment, and how many bytes."""
+    ring = (layout.slots(rank), layout.staging.nbytes)
+    if not layout.window_bytes:
+        return [ring]
+    return [ring] + [(layout.window + at, n) for at, n in Region(layout.num_ranks, layout.window_bytes).parts(rank)]
