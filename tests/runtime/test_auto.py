@@ -146,16 +146,19 @@ def test_peer_access_counts_where_nccl_may_use_it(
     assert facts == {"name": "H200", "uuid": "GPU-a", "node": None, "peers": peers}
 
 
-def stand_in(denied: bool) -> None:
-    """Have this process find a GPU, whose driver pins no memory if `denied`."""
+def stand_in(denied: str) -> None:
+    """Have this process find a GPU, whose driver does all but what is `denied`."""
 
     def register(address: int, nbytes: int) -> int:
-        if denied:
+        if denied == "pinning":
             raise cuda.CudaError(f"cuMemHostRegister ({nbytes} bytes) failed")
         return address
 
-    cuda.register, cuda.unregister = register, lambda address: None
-    cuda.probe = lambda word, stream: None
+    def probe(word: int, stream: int) -> None:
+        if denied == "signals":
+            raise cuda.CudaError("cuStreamBatchMemOp (waiting and signalling on a stream) failed")
+
+    cuda.register, cuda.unregister, cuda.probe = register, lambda address: None, probe
     stream: Any = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
     standing: dict[str, Any] = {
         "Stream": lambda device: stream,
@@ -168,9 +171,9 @@ def stand_in(denied: bool) -> None:
         setattr(torch.cuda, name, value)
 
 
-def connected(transport: str, denied: int = -1, patience: float = 30.0) -> tuple[str, Any, list[str]]:
-    """Connect this rank. Rank `denied` cannot pin memory. Also: what was logged."""
-    stand_in(dist.get_rank() == denied)
+def connected(transport: str, denied: str = "", patience: float = 30.0) -> tuple[str, Any, list[str]]:
+    """Connect this rank, whose driver denies something or nothing. Also: what was logged."""
+    stand_in(denied)
     logged: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -230,24 +233,26 @@ def test_dma_and_direct_take_every_call(pair: Ranks) -> None:
     assert pair.run(one_way_only) == [[[False] * 12, [True] * 12]] * 2
 
 
-def fallen_back(denied: int) -> tuple[str, str, list[str]]:
-    """What becomes of `auto` where a rank cannot pin memory; whether other transports raise is asserted here."""
-    name, made, logged = connected("auto", denied)
+def fallen_back(rank: int, denied: str) -> tuple[str, str, list[str]]:
+    """What becomes of `auto` where a rank's driver denies something; whether other transports raise is asserted here."""
+    here = denied if dist.get_rank() == rank else ""
+    name, made, logged = connected("auto", here)
     made.close()
     for transport in ("dma", "direct"):
-        with pytest.raises(RuntimeError, match=f"rank {denied}: cuMemHostRegister"):
-            connected(transport, denied)
+        with pytest.raises(RuntimeError, match=rf"rank {rank}: cu\w+ \("):
+            connected(transport, here)
     return name, type(made).__name__, logged
 
 
-@pytest.mark.parametrize("denied", [0, 1])
-def test_where_one_rank_cannot_all_fall_back_together_and_say_why(denied: int, pair: Ranks) -> None:
-    for name, kind, logged in pair.run(fallen_back, denied):
+@pytest.mark.parametrize(("denied", "call"), [("pinning", "cuMemHostRegister"), ("signals", "cuStreamBatchMemOp")])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_where_one_rank_cannot_all_fall_back_together_and_say_why(rank: int, denied: str, call: str, pair: Ranks) -> None:
+    for name, kind, logged in pair.run(fallen_back, rank, denied):
         assert (name, kind) == ("collective", "CollectiveTransport")
         (text,) = logged
         assert text.startswith("'auto' falls back to 'collective': ")
-        assert f"rank {denied}: cuMemHostRegister (" in text
-        assert f"rank {1 - denied}: ok" in text
+        assert f"rank {rank}: {call} (" in text
+        assert f"rank {1 - rank}: ok" in text
 
 
 _kept: dict[str, Any] = {}

@@ -28,9 +28,9 @@ def gpu_facts(device: torch.device, group: dist.ProcessGroup) -> dict[str, Any]:
     """
     try:
         found = cuda.devices()
-    except cuda.CudaError:  # connecting will say so, too
+        mine = found[device.index]
+    except (cuda.CudaError, IndexError):  # what uses the GPU next says what is wrong
         return {"name": "", "uuid": None, "node": None, "peers": []}
-    mine = found[device.index]
     nccl = "nccl" in str(dist.get_backend_config(group)) and os.environ.get("NCCL_P2P_DISABLE", "0") in ("", "0")
     peers = [found[ordinal].uuid for ordinal in mine.peers] if nccl else []
     return {"name": mine.name, "uuid": mine.uuid, "node": numa.node_of(mine.pci_address), "peers": peers}
