@@ -128,7 +128,7 @@ def tune() -> None:
 
 @app.command()
 def simulate(
-    machine: Annotated[list[str] | None, typer.Option(help="A name or a .json file; repeatable; has a default.")] = None,
+    machine: Annotated[list[str] | None, typer.Option(help="A name or a .json file; repeatable; by default several.")] = None,
     tokens: Annotated[list[int] | None, typer.Option(min=1, help="Per rank; repeatable; by default 1 to 4096.")] = None,
     hidden: Annotated[int, typer.Option(min=1, help="Elements in a row; by default Qwen3-30B-A3B's.")] = 2048,
     topk: Annotated[int, typer.Option(min=1, help="Experts a token; by default Qwen3-30B-A3B's.")] = 8,

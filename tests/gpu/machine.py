@@ -12,10 +12,13 @@ GPUS = torch.cuda.device_count()
 FEW = GPUS < 2
 """Ranks that share a GPU take turns on it, milliseconds each, so the tests are shorter."""
 
-_ROW = 144  # bytes of a row of most tests
 
+def start(dispatch: int = 4 * 144, combine: int = 2 * 144) -> Ranks:
+    """Ranks for which NCCL has no peer access, and whose `auto` goes both ways within the sizes of the tests.
 
-def start() -> Ranks:
-    """Ranks for which NCCL has no peer access, and whose `auto` goes both ways within the sizes of the tests."""
-    environment = {ENVIRONMENT: f"{4 * _ROW},{2 * _ROW}", "NCCL_P2P_DISABLE": "1"}
+    Args:
+        dispatch: Bytes of rows up to which kernels dispatch; by default 4 rows of those in `programs`.
+        combine: The same for combine; other than for dispatch, so that calls of one size go both ways.
+    """
+    environment = {ENVIRONMENT: f"{dispatch},{combine}", "NCCL_P2P_DISABLE": "1"}
     return Ranks(2, environment={SHARE: "1", **environment}) if FEW else Ranks(min(4, GPUS), "nccl", environment=environment)

@@ -22,7 +22,7 @@ TRANSPORTS = ["dma", "direct", "auto", *(["collective"] if GPUS > 1 else [])]
 
 @pytest.fixture(scope="module")
 def gpu_ranks() -> Iterator[Callable[[], Ranks]]:
-    with start() as ranks:
+    with start(dispatch=12 * 128, combine=6 * 128) as ranks:  # the cases have up to 27 rows of about 128 bytes
         yield lambda: ranks
 
 

@@ -111,13 +111,26 @@ def answers(*reach: tuple[int, ...], hosts: str = "") -> list[dict[str, Any]]:
         (answers((1, 2), (0, 2), (0,)), "auto"),
         (answers((1,), ()), "auto"),
         (answers((), (), hosts="ab"), "collective"),
+        (answers(()), "auto"),
         (answers(*[()] * 31), "auto"),
         (answers(*[()] * 32), "collective"),
         ([{"host": "a"}, {"host": "a"}], "shm"),
         ([{"host": "a"}, {"host": "b"}], "collective"),
         ([{"host": "a", "gpu": {"uuid": "the same", "peers": []}}] * 2, "auto"),
     ],
-    ids=["host memory", "peer access", "a pair without", "one way", "two hosts", "31", "32", "CPU", "CPUs", "one GPU"],
+    ids=[
+        "host memory",
+        "peer access",
+        "a pair without",
+        "one way",
+        "two hosts",
+        "one rank",
+        "31",
+        "32",
+        "CPU",
+        "CPUs",
+        "one GPU",
+    ],
 )
 def test_what_auto_becomes(said: list[dict[str, Any]], chosen: str) -> None:
     assert choose("auto", said) == chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ import torch.distributed as dist
 
 from thunderep.runtime import arena, cuda, numa, window
 from thunderep.runtime.plan import GPU_WAYS
+
+_log = logging.getLogger(__name__)
 
 _MOST_LANES = arena.MAX_LANES // GPU_WAYS - 1
 MAX_RANKS = {"dma": _MOST_LANES, "direct": window.MAX_RANKS, "auto": min(_MOST_LANES, window.MAX_RANKS)}
@@ -55,10 +58,21 @@ def choose(transport: str, answers: Sequence[Mapping[str, Any]]) -> str:
         )
     if transport != "auto":
         return transport
-    if not one_host:
+    reason = _why_collective(answers) if one_host else "ranks are on several hosts"
+    if reason:
+        _log.info("'auto' is 'collective': %s", reason)
         return "collective"
+    return "auto" if "gpu" in answers[0] else "shm"
+
+
+def _why_collective(answers: Sequence[Mapping[str, Any]]) -> str:
+    """Why ranks of one host had better leave their rows to torch.distributed; empty: they had not."""
     if "gpu" not in answers[0]:
-        return "shm"
+        return ""
     gpus = [answer["gpu"] for answer in answers]
-    reachable = all(other["uuid"] in gpu["peers"] for gpu, other in itertools.permutations(gpus, 2))
-    return "collective" if reachable or len(gpus) > MAX_RANKS["auto"] else "auto"
+    if len(gpus) > MAX_RANKS["auto"]:
+        return f"these are more than {MAX_RANKS['auto']} ranks"
+    pairs = list(itertools.permutations(gpus, 2))
+    if pairs and all(other["uuid"] in gpu["peers"] for gpu, other in pairs):
+        return "NCCL reaches every GPU from every other without host memory"
+    return ""
