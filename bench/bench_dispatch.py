@@ -26,9 +26,9 @@ from thunderep.testing.processes import Ranks
 
 Device = Literal["cpu", "cuda"]
 
-TRANSPORTS: dict[Device, tuple[Literal["shm", "dma", "direct", "collective"], ...]] = {
+TRANSPORTS: dict[Device, tuple[Literal["shm", "dma", "direct", "auto", "collective"], ...]] = {
     "cpu": ("shm", "collective"),
-    "cuda": ("dma", "direct", "collective"),
+    "cuda": ("dma", "direct", "auto", "collective"),
 }
 TOKENS: dict[Device, tuple[int, ...]] = {"cpu": (1, 8, 64, 512), "cuda": (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)}
 BACKENDS: dict[Device, str] = {"cpu": "gloo", "cuda": "nccl"}

@@ -41,7 +41,7 @@ def test_a_small_run_on_gpus(tmp_path: Path) -> None:
     done = bench("--device", "cuda", "--shape", "gpt-oss-120b", "--tokens", "3", "--repeats", "2", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     (written,) = tmp_path.glob("dispatch-cuda-*.json")
-    assert [row["name"] for row in json.loads(written.read_text())["rows"]] == ["dma", "direct", "collective"]
+    assert [row["name"] for row in json.loads(written.read_text())["rows"]] == ["dma", "direct", "auto", "collective"]
 
 
 def test_an_unknown_shape_is_named() -> None:

@@ -215,6 +215,23 @@ def test_simulate_says_everywhere_that_it_is_simulated(tmp_path: Path, monkeypat
     assert all(axes.get_ylim()[0] == 0 < axes.dataLim.ymax < axes.get_ylim()[1] for axes in figures[0].axes)
 
 
+@pytest.mark.parametrize(
+    ("option", "derived"), [(("--ablation",), "needed_gain"), (("--lost", "3000"), "nccl_lost")], ids=["ablation", "lost"]
+)
+def test_other_reports_of_simulate(option: tuple[str, ...], derived: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    arguments = ("simulate", "--machine", "h200-4", "--tokens", "8", *option)
+    result = CliRunner().invoke(app, [*arguments, "--json", str(path)], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    assert "(simulated, not measured)" in result.output
+    content = json.loads(path.read_text())
+    assert content["simulated"] is True
+    assert {row["ranks"] for row in content["rows"]} == {2, 4}
+    assert all(row["simulated"] is True and row[derived] > 0 for row in content["rows"])
+    refused = CliRunner().invoke(app, [*arguments, "--plot", str(tmp_path / "out.png")])
+    assert (refused.exit_code, "--plot" in refused.output) == (2, True), refused.output
+
+
 def test_simulate_shows_its_error_at_every_measured_point() -> None:
     result = CliRunner().invoke(app, ["simulate", "--check"], env={"COLUMNS": "120"})
     assert result.exit_code == 0, result.output

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 import pytest
 
+from thunderep.forecast.ablation import ablate
 from thunderep.forecast.calibration import points
+from thunderep.forecast.loss import LAYERS, lose
 from thunderep.forecast.predict import KINDS, Kind, Shape, forecast
 from thunderep.runtime import machines
 from thunderep.runtime.ring import plan_ring
@@ -86,6 +89,39 @@ def test_public_reports_of_all_reduce(name: str, nbytes: int, reported_gbps: flo
 def test_the_share_of_rows_that_a_peer_needs() -> None:
     assert Shape(1, 1).needed_share(4) == 0.25
     assert Shape(1, 8).needed_share(8) == pytest.approx(1 - (7 / 8) ** 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_idea_is_told_apart(kind: Kind) -> None:
+    """Two ranks with K = 8 need nearly all rows; for one token nothing but signals counts; a ring's hops grow with N."""
+    parts = [part for lanes, part in machines.smaller(machines.load("rtx4090-8-one-socket")) if lanes == "16"]
+    assert [len(part.gpus) for part in parts] == [2, 4, 8]
+    two, _, eight = (ablate(part, kind, QWEN3, 1000) for part in parts)
+    assert two.gains[2] == pytest.approx(1, abs=0.01)
+    assert eight.gains[2] > 1.2
+    assert two.gains[1] > 1.05 > eight.gains[1]
+    assert ablate(parts[0], kind, QWEN3, 1).gains[1] < 0.5
+    assert (eight.gains[0] > 1.5) == (kind == "dispatch")
+    product = eight.gains[0] * eight.gains[1] * eight.gains[2]
+    assert product == pytest.approx(eight.ring / eight.needed)
+
+
+def test_narrower_slots_lose_more_and_what_is_lost_adds_up() -> None:
+    described = machines.load("rtx5090-4")
+    rows = [lose(part, slot, QWEN3, 512, 5000.0) for slot, part in machines.smaller(described)]
+    assert [(row.ranks, row.slot) for row in rows] == [(n, lanes) for n in (2, 4) for lanes in ("16", "8", "4")]
+    for wide, narrow in pairwise(rows[:3]):
+        assert wide.lost(wide.ours) < narrow.lost(narrow.ours) < 2 * 5000
+    row = rows[0]
+    seconds = 512 / 5000 + LAYERS * row.ours * 1e-6  # of a step: compute, then wait
+    assert row.ranks * 512 / seconds == pytest.approx(row.ranks * 5000 - row.lost(row.ours))
+    assert row.lost(0.0) == 0
+
+
+@pytest.mark.parametrize(("name", "slot"), [("rtx4090-8-two-sockets", "16"), ("rtx3090-4-one-at-x4", "mixed")])
+def test_a_machine_of_unlike_gpus_comes_as_it_is(name: str, slot: str) -> None:
+    described = machines.load(name)
+    assert list(machines.smaller(described)) == [(slot, described)]
 
 
 def test_a_description_of_ones_own(tmp_path: Path) -> None:

@@ -4,19 +4,24 @@ Each rank puts its tokens into shared host memory once; each peer takes what it 
 `dispatch` and `combine`.
 """
 
+import logging
+
 from thunderep.api import DispatchOutput, PermuteOutput, combine, dispatch, permute, unpermute
 from thunderep.buffer import Buffer
 from thunderep.placement import local_experts
+from thunderep.runtime.traffic import Stats
 from thunderep.runtime.watchdog import PeerError
+from thunderep.version import __version__ as __version__
 from thunderep.work import Work
 
-__version__ = "0.1.0"
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 __all__ = [
     "Buffer",
     "DispatchOutput",
     "PeerError",
     "PermuteOutput",
+    "Stats",
     "Work",
     "combine",
     "dispatch",

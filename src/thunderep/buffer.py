@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
 import threading
 import weakref
@@ -14,23 +16,21 @@ import torch.distributed as dist
 
 from thunderep.background import Background, Inline, SideStream, Started, Worker
 from thunderep.placement import local_experts
-from thunderep.runtime import arena, window
-from thunderep.runtime.collective import CollectiveTransport
-from thunderep.runtime.control import Control
-from thunderep.runtime.host import HostTransport
-from thunderep.runtime.plan import ALIGNMENT, GPU_WAYS, MAX_DEFAULT_STAGING, MIN_SLOT_BYTES, Staging
-from thunderep.runtime.rendezvous import Rendezvous, compare, host_id, share_segment
+from thunderep.runtime.choice import MAX_RANKS, choose, gpu_facts
+from thunderep.runtime.connect import Wish, connect
+from thunderep.runtime.plan import ALIGNMENT
+from thunderep.runtime.rendezvous import Rendezvous, compare, host_id
+from thunderep.runtime.staging import Shape
+from thunderep.runtime.traffic import Stats
 from thunderep.runtime.transport import DTYPES, Call, Transport
-from thunderep.runtime.watchdog import Watchdog
 
 TransportName = Literal["auto", "dma", "direct", "shm", "collective"]
 
-_MIN_WINDOW = 512 << 10
-"""Bytes a rank with which small calls travel as words that carry their own signals; less if staging_bytes says so."""
-_MAX_RANKS = {"dma": arena.MAX_LANES - GPU_WAYS, "direct": window.MAX_RANKS}
 _AGREED = (
     "num_experts", "hidden", "topk", "max_tokens", "dtype", "device", "transport", "staging_bytes", "timeout", "name",
 )  # fmt: skip
+
+_log = logging.getLogger(__name__)
 
 _buffers: weakref.WeakValueDictionary[str, Buffer] = weakref.WeakValueDictionary()
 
@@ -52,11 +52,18 @@ class Buffer:
         device: Where the tensors live; None: the current CUDA device where there is one, else the CPU.
         transport: "shm": shared memory, for CPU tensors of one host. "dma" and "direct": copy engines, or kernels, through
             pinned shared memory, for CUDA tensors of one host. "collective": torch.distributed, for CPU or CUDA tensors,
-            also across hosts. "auto": shm where it works, else collective.
-        staging_bytes: Staging per rank in bytes; None: what double-buffering max_tokens takes, at most 256 MiB.
+            also across hosts. "auto": "shm" for CPU tensors, and for CUDA tensors either "direct" or "dma" in each call, by
+            its size; "collective" where ranks are on several hosts, where NCCL reaches every GPU from every other without
+            host memory, and where some rank cannot use pinned memory as it must.
+        staging_bytes: Staging per rank in bytes; None: what double-buffering max_tokens takes, at most 256 MiB. "auto" on
+            CUDA divides it between kernels and copy engines.
         timeout: Seconds that a peer may be silent, and that each phase of construction may take.
         name: What the operators call this Buffer, the same on all ranks and unique among the open ones; None: derived
             from the group.
+
+    Attributes:
+        transport: What moves rows, the same on all ranks: "shm", "dma", "direct", "collective", or "auto" for CUDA tensors of
+            which kernels move small calls and copy engines large ones.
 
     Raises:
         ValueError: A wrong argument, the same on every rank.
@@ -108,21 +115,24 @@ class Buffer:
                 if field not in ("dtype", "device", "staging_bytes", "transport")
             }
             answer |= {"dtype": str(dtype), "device": self.device.type, "staging_bytes": staging_bytes, "transport": transport}
+            if self.device.type == "cuda":
+                answer["gpu"] = gpu_facts(self.device, group)
         answers = meeting.exchange("configuration", answer)
         compare(answers, _AGREED)
-        self.transport = _choose(transport, self.device, [a["host"] for a in answers])
-        self._transport = self._connect(meeting, staging_bytes, answers)
+        wish = Wish(choose(transport, answers), self._shape, self.device, staging_bytes, timeout)
+        self.transport, self._transport = connect(wish, group, meeting, answers)
         starts = [local_experts(num_experts, rank, self.num_ranks).start for rank in range(self.num_ranks)]
         self.expert_bounds = torch.tensor([*starts, num_experts], device=self.device)
         workspace = self.num_ranks * max_tokens * (hidden * dtype.itemsize + topk * 4) + ALIGNMENT
         self._workspace = torch.empty(workspace, dtype=torch.uint8) if self.device.type == "cpu" else None
         self.bad_ids = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        self._bad = self.bad_ids.numpy()
+        self._bad = ctypes.c_int32.from_address(self.bad_ids.data_ptr())
         self.kernels: Any = None  # launches of `ops.direct`, once there are any
         self.calls: dict[Hashable, Call] = {}  # by the signature of arguments that were validated
         self._closed = False
         _buffers[self.name] = self
         self._finalizer = weakref.finalize(self, _close_transport, self._transport, self._pid)
+        _log.info("%r made, on %s, asked for transport %r", self, self.device, transport)
 
     @property
     def local_experts(self) -> range:
@@ -132,9 +142,13 @@ class Buffer:
     def check(self) -> None:
         """Raise what went wrong since the last operation, if anything did: a peer that failed, ids out of range on a GPU."""
         self._usable().check()
-        if self._bad[0]:
-            self._bad[0] = 0
+        if self._bad.value:
+            self._bad.value = 0
             raise ValueError(f"topk_idx: an earlier operation got ids outside -1 to {self.num_experts - 1}; they counted as -1")
+
+    def stats(self) -> Stats:
+        """What this rank has done over this Buffer so far: operations, bytes, and whom it waited for."""
+        return self._usable().stats()
 
     def close(self) -> None:
         """Release everything.
@@ -244,58 +258,13 @@ class Buffer:
         if staging_bytes is not None:
             if not isinstance(staging_bytes, int) or isinstance(staging_bytes, bool):
                 raise ValueError(f"staging_bytes: got {staging_bytes!r}, expected an integer or None")
-            Staging.of(self.num_ranks, staging_bytes)
-            least = -(-self._window(1).nbytes // self.num_ranks)
-            if transport == "direct" and staging_bytes < least:
-                raise ValueError(f"staging_bytes: got {staging_bytes}; 'direct' needs at least {least} for such rows")
-        if self.num_ranks > _MAX_RANKS.get(transport, self.num_ranks):
-            raise ValueError(f"transport: {transport!r} takes at most {_MAX_RANKS[transport]} ranks, got {self.num_ranks}")
+            self._shape.check("shm" if self.device.type == "cpu" else transport, staging_bytes)
+        if transport != "auto" and self.num_ranks > MAX_RANKS.get(transport, self.num_ranks):
+            raise ValueError(f"transport: {transport!r} takes at most {MAX_RANKS[transport]} ranks, got {self.num_ranks}")
 
-    def _connect(self, meeting: Rendezvous, staging_bytes: int | None, answers: list[dict[str, Any]]) -> Transport:
-        one_host = all(a["host"] == answers[0]["host"] for a in answers)
-        watchdog = Watchdog([a["pid"] for a in answers]) if one_host else None
-        if self.transport == "collective" or watchdog is None:
-            return CollectiveTransport(self.group, watchdog)
-        nbytes = staging_bytes if staging_bytes is not None else self._default_staging()
-        if self.transport == "direct":
-            needed = max(self._window(self.max_tokens).nbytes, self.num_ranks * _MIN_WINDOW)
-            smallest = Staging.of(self.num_ranks, Staging.slots_for(self.num_ranks) * MIN_SLOT_BYTES)
-            most = MAX_DEFAULT_STAGING if staging_bytes is None else staging_bytes
-            layout = arena.Layout(self.num_ranks, smallest, min(needed, self.num_ranks * most))
-        else:
-            layout = arena.Layout(self.num_ranks, Staging.of(self.num_ranks, nbytes))
-        try:
-            segment = share_segment(meeting, layout.nbytes)
-        except BaseException:
-            watchdog.close()
-            raise
-        control = Control(segment, layout, self.rank, watchdog, self.timeout)
-        if self.transport == "shm":
-            return HostTransport(segment, layout, self.rank, control)
-        from thunderep.runtime.gpu import connect
-
-        try:
-            return connect(meeting, segment, layout, self.rank, self.device, control)
-        except BaseException:
-            control.release()
-            control.close()
-            raise
-
-    def _window(self, tokens: int) -> window.Region:
-        """What kernels need for calls of so many tokens a rank."""
-        row = self.hidden * max(self.dtype.itemsize, 2)
-        return window.Region.for_calls(self.num_ranks, tokens, row, self.topk, -(-self.hidden // 128))
-
-    def _default_staging(self) -> int:
-        """Bytes of a ring of which either half holds a call of `max_tokens`, be it a dispatch or combine; at most 256 MiB."""
-        row = self.hidden * self.dtype.itemsize
-        scales = -(-self.hidden // 128) * 4
-        dispatch = self.max_tokens * (row + self.topk * 12 + scales) + 4 * ALIGNMENT
-        combine = self.max_tokens * max(row, self.hidden * 2) + 2 * ALIGNMENT
-        half = Staging.slots_for(self.num_ranks) // 2
-        chunks_per_peer = half // max(1, self.num_ranks - 1)
-        slot = max(-(-dispatch // half), -(-combine // chunks_per_peer), MIN_SLOT_BYTES) + ALIGNMENT
-        return min(2 * half * slot, MAX_DEFAULT_STAGING)
+    @property
+    def _shape(self) -> Shape:
+        return Shape(self.num_ranks, self.hidden, self.topk, self.max_tokens, self.dtype.itemsize)
 
 
 class Operation:
@@ -335,18 +304,6 @@ def _device(device: torch.device | str | None) -> torch.device:
     if chosen.type == "cuda" and chosen.index is None:
         chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
-
-
-def _choose(transport: str, device: torch.device, hosts: list[str]) -> str:
-    one_host = all(host == hosts[0] for host in hosts)
-    if transport in ("shm", "dma", "direct") and not one_host:
-        raise RuntimeError(
-            f"transport: {transport!r} needs all ranks on one host and in one process namespace; "
-            + ", ".join(f"rank {rank} is on {host}" for rank, host in enumerate(hosts))
-        )
-    if transport == "auto":
-        return "shm" if one_host and device.type == "cpu" else "collective"
-    return transport
 
 
 def _close_transport(transport: Transport, pid: int) -> None:

@@ -7,6 +7,7 @@ import signal
 import sys
 from dataclasses import asdict
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -19,12 +20,15 @@ try:
 except ModuleNotFoundError as error:  # an extra, which not every installation has
     sys.exit(f"thunderep: {error.name} is not installed; pip install 'thunderep[demo]'")
 
+from thunderep import tune as tuning
 from thunderep.demo.app import run
 from thunderep.demo.config import DemoConfig
 from thunderep.demo.launch import RankError
 from thunderep.demo.machine import choose_device, compile_obstacle
 from thunderep.forecast import calibration, report
-from thunderep.forecast.predict import KINDS, Shape, forecast
+from thunderep.forecast.ablation import MACHINES as ABLATED
+from thunderep.forecast.loss import MACHINES as LOSING
+from thunderep.forecast.predict import Forecast, Shape
 from thunderep.runtime import diagnosis, machines, topology
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -104,36 +108,63 @@ def doctor(
 
 
 @app.command()
+def tune() -> None:
+    """Measure from which size on copy engines beat kernels on this machine's GPUs, and have `auto` go by it: a minute."""
+    console = Console(highlight=False)
+    try:
+        with console.status("measuring, with a process for each GPU"):
+            tuned = tuning.tune()
+    except (OSError, RuntimeError, TimeoutError) as error:
+        console.print(f"[red]Not tuned: {escape(str(error))}[/]", soft_wrap=True)
+        raise typer.Exit(1) from None
+    table = Table(
+        "KiB of rows a rank", "", "direct, us", "dma, us", "auto takes", box=None, header_style="bold", padding=(0, 1)
+    )
+    for row in tuned.measured:
+        way = "direct" if row.nbytes <= getattr(tuned.thresholds, row.kind) else "dma"
+        table.add_row(f"{row.nbytes >> 10:,}", row.kind, f"{row.direct:,.1f}", f"{row.dma:,.1f}", way)
+    console.print(table, f"Kept in {escape(str(tuned.path))}")
+
+
+@app.command()
 def simulate(
-    machine: Annotated[list[str] | None, typer.Option(help="A name or a .json file; repeatable; by default all.")] = None,
+    machine: Annotated[list[str] | None, typer.Option(help="A name or a .json file; repeatable; by default several.")] = None,
     tokens: Annotated[list[int] | None, typer.Option(min=1, help="Per rank; repeatable; by default 1 to 4096.")] = None,
     hidden: Annotated[int, typer.Option(min=1, help="Elements in a row; by default Qwen3-30B-A3B's.")] = 2048,
     topk: Annotated[int, typer.Option(min=1, help="Experts a token; by default Qwen3-30B-A3B's.")] = 8,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write all figures as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Where to write a plot as PNG.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Only show how far simulated times are from measured ones.")] = False,
+    ablation: Annotated[bool, typer.Option("--ablation", help="Show what each idea gives, on 2, 4, 8 GPUs.")] = False,
+    lost: Annotated[
+        float | None,
+        typer.Option(
+            min=1, help="Show tokens/s lost to communication, if a GPU alone does so many, by number and slots of GPUs."
+        ),
+    ] = None,
 ) -> None:
     """Say what dispatch and combine would take on a described machine, and what NCCL would: simulated, not measured."""
     console = Console(highlight=False)
     if check:
         console.print(*report.calibration_tables(list(calibration.points())))
         return
+    if plot and (ablation or lost):
+        raise typer.BadParameter("--plot: there is none of --ablation and --lost")
+    usual = ABLATED if ablation else LOSING if lost else machines.names()
     try:
-        chosen = [machines.load(name) for name in machine or machines.names()]
+        chosen = [machines.load(name) for name in machine or usual]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    shape = Shape(hidden, topk)
-    rows = []
-    for described in chosen:
-        counts = sorted(set(tokens or (1, 16, 64, 256, 1024, 4096)))
-        table = [forecast(described, kind, shape, count) for kind in KINDS for count in counts]
-        console.print(report.forecast_table(described, shape, table))
-        rows += table
+    shape, counts = Shape(hidden, topk), sorted(set(tokens or (1, 16, 64, 256, 1024, 4096)))
+    made = report.ablations if ablation else partial(report.losses, rate=lost) if lost else report.forecasts
+    tables, rows = made(chosen, shape, counts)
+    for table in tables:
+        console.print(table)
     try:
         if json_file:
             report.write_json(json_file, chosen, shape, rows)
         if plot:
-            report.write_plot(plot, shape, rows)
+            report.write_plot(plot, shape, [row for row in rows if isinstance(row, Forecast)])
     except OSError as error:
         console.print(f"[red]Not written: {escape(str(error))}[/]", soft_wrap=True)
         raise typer.Exit(1) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 import time
 from collections.abc import Callable
@@ -359,6 +360,33 @@ def compiled(transport: str, mode: str, halves: bool) -> list[str]:
                 if not torch.allclose(eager.float(), other.float(), rtol=2e-2, atol=2e-2):
                     problems.append(f"call {seed}: {name} differs by {(eager.float() - other.float()).abs().max():.3g}")
     return problems
+
+
+def profiled(transport: str) -> tuple[list[str], thunderep.Stats]:
+    """What a profiler sees of a dispatch and a combine of `MOST` tokens, and what the Buffer counts of them."""
+    with make(transport) as buffer:
+        round_ = Round(buffer, MOST, 2)
+        before = buffer.stats()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            round_.run()
+        with torch.autograd.profiler.emit_nvtx():
+            round_.run()
+        after = buffer.stats()
+    counts = {kind: after.operations[kind] - count for kind, count in before.operations.items()}
+    names = sorted({event.key for event in profile.key_averages() if event.key.startswith("thunderep")})
+    return names, thunderep.Stats(counts, after[1] - before[1], after[2] - before[2], after.waited)
+
+
+def logged_thresholds() -> str:
+    """What is logged of the thresholds of a Buffer that chooses by itself."""
+    logged: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("thunderep")
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    make("auto").close()
+    logger.removeHandler(handler)
+    return next(text for text in logged if text.startswith("auto: kernels"))
 
 
 def sharing(transport: str) -> str:

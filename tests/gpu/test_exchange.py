@@ -11,33 +11,34 @@ from hypothesis import given, settings
 
 from tests.dist.exchange import Case, exchange
 from tests.dist.test_exchange import NAMED, cases
-from thunderep.runtime.gpu import SHARE
+from tests.gpu.machine import GPUS, start
 from thunderep.runtime.plan import MIN_SLOT_BYTES, Staging
 from thunderep.runtime.window import Region
 from thunderep.testing.processes import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-GPUS = torch.cuda.device_count()
-TRANSPORTS = ["dma", "direct", "collective"] if GPUS > 1 else ["dma", "direct"]
+TRANSPORTS = ["dma", "direct", "auto", *(["collective"] if GPUS > 1 else [])]
 
 
 @pytest.fixture(scope="module")
 def gpu_ranks() -> Iterator[Callable[[], Ranks]]:
-    with Ranks(min(4, GPUS), backend="nccl") if GPUS > 1 else Ranks(2, environment={SHARE: "1"}) as ranks:
+    with start(dispatch=12 * 128, combine=6 * 128) as ranks:  # the cases have up to 27 rows of about 128 bytes
         yield lambda: ranks
 
 
 def check(ranks: Ranks, case: Case, transport: str) -> None:
     case = replace(case, tokens=case.tokens[: ranks.num_ranks], device="cuda", transport=transport)
-    if transport == "direct" and case.seed:  # each shape is a kernel of its own, and takes seconds to compile
+    if transport in ("direct", "auto") and case.seed:  # each shape is a kernel of its own, and takes seconds to compile
         case = replace(case, hidden=(39, 64)[case.hidden % 2], topk=3, scales=min(case.scales, 1) * 3)
     if transport == "collective":
         case = replace(case, staging_bytes=None)
     elif case.staging_bytes is not None:
         num_ranks = len(case.tokens)
         ring = Staging.slots_for(num_ranks) * MIN_SLOT_BYTES
-        window = Region.for_calls(num_ranks, 1, case.hidden * max(2, case.dtype.itemsize), case.topk, case.scales)
-        case = replace(case, staging_bytes=ring if transport == "dma" else max(ring, -(-window.nbytes // num_ranks)))
+        scales = max(case.scales, -(-case.hidden // 128))
+        window = Region.for_calls(num_ranks, 1, case.hidden * max(2, case.dtype.itemsize), case.topk, scales)
+        share = -(-window.nbytes // num_ranks)
+        case = replace(case, staging_bytes={"dma": ring, "direct": max(ring, share), "auto": ring + share}[transport])
     problems = ranks.run(exchange, case)
     assert problems == [None] * len(problems), case
 

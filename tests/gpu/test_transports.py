@@ -11,24 +11,37 @@ import pytest
 import torch
 
 from tests.gpu import programs
-from thunderep.runtime.gpu import SHARE
+from tests.gpu.machine import FEW, start
 from thunderep.testing.processes import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-GPUS = torch.cuda.device_count()
-TRANSPORTS = pytest.mark.parametrize("transport", ["dma", "direct"])
-FEW = GPUS < 2
-"""Ranks that share a GPU take turns on it, milliseconds each, so the tests are shorter."""
-
-
-def start() -> Ranks:
-    return Ranks(2, environment={SHARE: "1"}) if FEW else Ranks(min(4, GPUS), backend="nccl")
+TRANSPORTS = pytest.mark.parametrize("transport", ["dma", "direct", "auto"])
 
 
 @pytest.fixture(scope="module")
 def gpu_ranks() -> Iterator[Callable[[], Ranks]]:
     with start() as ranks:
         yield lambda: ranks
+
+
+@TRANSPORTS
+def test_a_transport_is_what_was_asked_for(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
+    assert set(gpu_ranks().run(programs.keep, transport)) == {transport}
+    gpu_ranks().run(programs.close)
+
+
+@TRANSPORTS
+def test_what_a_profiler_and_the_counters_see(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
+    phases = {"dma": {"copy_engines", "localize", "sum"}, "direct": {"kernels"}}
+    phases["auto"] = phases["dma"]  # so many tokens are more than the tests' thresholds
+    found = gpu_ranks().run(programs.profiled, transport)
+    moved = programs.MOST * (2 * programs.HIDDEN + programs.TOPK * 12), programs.MOST * 2 * programs.HIDDEN
+    for names, stats in found:
+        assert {name.removeprefix("thunderep:") for name in names if "::" not in name} == phases[transport]
+        assert stats.operations == {"dispatch": 2, "combine": 2, "dispatch_backward": 0, "combine_backward": 0}
+        assert stats.bytes_sent == 2 * (moved[0] + (len(found) - 1) * moved[1])
+        assert stats.bytes_received == 2 * (len(found) - 1) * sum(moved)
+        assert stats.waited is None
 
 
 @TRANSPORTS

@@ -73,6 +73,11 @@ class Forecast:
         """How many times faster than NCCL `dma` is."""
         return self.nccl / self.ours
 
+    @property
+    def derived(self) -> dict[str, float]:
+        """What follows from the other figures."""
+        return {"ratio": self.ratio}
+
 
 def forecast(machine: MachineModel, kind: Kind, shape: Shape, tokens: int) -> Forecast:
     """Simulate one operation of all the machine's GPUs."""
@@ -122,10 +127,14 @@ def _dma_us(machine: MachineModel, schedules: Sequence[Schedule]) -> float:
 
 
 def _combine_us(machine: MachineModel, rows: int, tokens: int, shape: Shape) -> float:
-    """The transfers, then a kernel that reads N partial results a token and writes one sum."""
-    summed = (len(machine.gpus) + 1) * tokens * 2 * shape.hidden
+    """The transfers, then a kernel that sums."""
     schedules = combine_schedules(len(machine.gpus), rows, shape.combine_bytes)
-    return _dma_us(machine, schedules) + machine.copy_engines.copy_us + summed / machine.device_gbps / 1e3
+    return _dma_us(machine, schedules) + machine.copy_engines.copy_us + sum_us(machine, tokens, shape)
+
+
+def sum_us(machine: MachineModel, tokens: int, shape: Shape) -> float:
+    """What it takes to read N partial results a token and to write one sum, on the GPU."""
+    return (len(machine.gpus) + 1) * tokens * 2 * shape.hidden / machine.device_gbps / 1e3
 
 
 def _read_less(lane: Lane, share: float) -> Lane:

@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 
 from matplotlib.figure import Figure
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from thunderep.forecast.ablation import Ablation, ablate
 from thunderep.forecast.calibration import Point
-from thunderep.forecast.predict import Forecast, Shape
-from thunderep.runtime.machines import MachineModel
+from thunderep.forecast.loss import LAYERS, Loss, lose
+from thunderep.forecast.predict import KINDS, Forecast, Shape, forecast
+from thunderep.runtime.machines import MachineModel, smaller
 
 _TITLE = "simulated, not measured"
 _STYLES = {"dispatch": "#1b3a6b", "combine": "#f2a33a"}
+
+
+Report = tuple[list[Table], Sequence[Forecast | Ablation | Loss]]
+"""What to print, and what it shows."""
+
+
+def forecasts(machines: Sequence[MachineModel], shape: Shape, counts: Sequence[int]) -> Report:
+    """Every machine's operations, by tokens per rank."""
+    by_machine = [[forecast(machine, kind, shape, count) for kind in KINDS for count in counts] for machine in machines]
+    tables = [forecast_table(machine, shape, rows) for machine, rows in zip(machines, by_machine, strict=True)]
+    return tables, [row for rows in by_machine for row in rows]
+
+
+def ablations(machines: Sequence[MachineModel], shape: Shape, counts: Sequence[int]) -> Report:
+    """What each idea gives on every machine, with 2, 4, 8, ... of its GPUs."""
+    tables, rows = [], []
+    for machine in machines:
+        parts = [part for lanes, part in smaller(machine) if lanes not in ("8", "4")]
+        found = [ablate(part, kind, shape, count) for part in parts for kind in KINDS for count in counts]
+        tables.append(ablation_table(machine.name, shape, found))
+        rows += found
+    return tables, rows
+
+
+def losses(machines: Sequence[MachineModel], shape: Shape, counts: Sequence[int], rate: float) -> Report:
+    """Tokens a second lost on every machine, with 2, 4, 8, ... of its GPUs and narrower slots; a table a count of tokens."""
+    by_count = [
+        [lose(part, slot, shape, count, rate) for machine in machines for slot, part in smaller(machine)] for count in counts
+    ]
+    return [loss_table(shape, rows) for rows in by_count], [row for rows in by_count for row in rows]
 
 
 def forecast_table(machine: MachineModel, shape: Shape, rows: Sequence[Forecast]) -> Table:
@@ -56,14 +89,55 @@ def calibration_tables(points: Sequence[Point]) -> list[Table]:
     return [table, summary]
 
 
-def write_json(path: Path, machines: Sequence[MachineModel], shape: Shape, rows: Sequence[Forecast]) -> None:
+def ablation_table(machine: str, shape: Shape, rows: Sequence[Ablation]) -> Table:
+    """What each idea gives, by number of GPUs and tokens per rank, and the geometric mean over sizes."""
+    table = Table(
+        title=f"{machine} ({_TITLE})\nH {shape.hidden}, K {shape.topk}; microseconds, and what each idea divides them by",
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+    )
+    for column in ("GPUs", "", "tokens", "NCCL", "one hop", "", "copy engines", "", "needed rows", "", "all"):
+        table.add_column(column, justify="right")
+    for (ranks, kind), group in itertools.groupby(rows, lambda row: (row.ranks, row.kind)):
+        several = list(group)
+        for row in several:
+            cells = [f"{row.ring:,.0f}"]
+            for us, gain in zip((row.one_hop, row.engines, row.needed), row.gains, strict=True):
+                cells += [f"{us:,.0f}", f"{gain:.2f}"]
+            table.add_row(str(ranks), kind, str(row.tokens), *cells, f"{row.ring / row.needed:.2f}")
+        one_hop, engines, needed = (geometric_mean(gains) for gains in zip(*(row.gains for row in several), strict=True))
+        cells = ["", "", f"{one_hop:.2f}", "", f"{engines:.2f}", "", f"{needed:.2f}", f"{one_hop * engines * needed:.2f}"]
+        table.add_row(str(ranks), kind, "mean", *cells, end_section=True, style="bold")
+    return table
+
+
+def loss_table(shape: Shape, rows: Sequence[Loss]) -> Table:
+    """Tokens a second lost to communication, by machine."""
+    rate, tokens = rows[0].rate, rows[0].tokens
+    table = Table(
+        title=f"tokens a second lost to communication ({_TITLE})\n"
+        f"H {shape.hidden}, K {shape.topk}, {LAYERS} layers, {tokens} tokens a rank; a GPU alone: {rate:,.0f} tokens/s, given",
+        title_justify="left",
+        title_style="bold",
+        box=SIMPLE_HEAD,
+    )
+    for column in ("machine", "GPUs", "slots", "without loss", "lost: NCCL", "dma", "dma, needed rows"):
+        table.add_column(column, justify="left" if column == "machine" else "right")
+    for row in rows:
+        lost = (f"{row.lost(us):,.0f}" for us in (row.nccl, row.ours, row.needed))
+        table.add_row(row.machine, str(row.ranks), f"x{row.slot}".replace("xmixed", "mixed"), f"{row.ranks * rate:,.0f}", *lost)
+    return table
+
+
+def write_json(path: Path, machines: Sequence[MachineModel], shape: Shape, rows: Sequence[Forecast | Ablation | Loss]) -> None:
     """Write all rows and what they rest on."""
     content = {
         "simulated": True,
         "unit": "microseconds",
         "shape": asdict(shape),
         "machines": [asdict(machine) for machine in machines],
-        "rows": [{"simulated": True, **asdict(row), "ratio": row.ratio} for row in rows],
+        "rows": [{"simulated": True, **asdict(row), **row.derived} for row in rows],
     }
     path.write_text(json.dumps(content, indent=1) + "\n")
 

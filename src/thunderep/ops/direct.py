@@ -20,6 +20,7 @@ from thunderep.ops.kernels.direct.dispatch import dispatch
 from thunderep.ops.kernels.direct.latency_combine import latency_combine
 from thunderep.ops.kernels.direct.latency_dispatch import latency_dispatch
 from thunderep.ops.launch import Launch
+from thunderep.runtime.trace import phase
 from thunderep.runtime.window import FLAGS, HEADER_BYTES, Window, aligned, routing_words
 
 LATENCY_COLUMNS, LATENCY_WARPS = 512, 4
@@ -51,6 +52,7 @@ class Kernels:
         self._dispatches = lru_cache(maxsize=1024)(self._plan_dispatch)
         self._combines = lru_cache(maxsize=1024)(self._plan_combine)
 
+    @phase("kernels")
     def dispatch(
         self,
         x: torch.Tensor,
@@ -88,6 +90,7 @@ class Kernels:
             launch(tokens, *addresses)
         return recv_x, recv_idx, recv_weights, recv_scales, in_rank
 
+    @phase("kernels")
     def spread(self, rows: torch.Tensor, is_token_in_rank: torch.Tensor, max_rows: int) -> torch.Tensor:
         """[R, H]: the rows [T, H] of tokens that came to this rank, zeros elsewhere. The gradient of `combine`."""
         received = rows.new_empty(self._num_ranks * max_rows, rows.shape[1])
@@ -99,6 +102,7 @@ class Kernels:
             launch(len(rows), *addresses)
         return received
 
+    @phase("kernels")
     def combine(
         self, payloads: Sequence[torch.Tensor], recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor
     ) -> list[torch.Tensor]:

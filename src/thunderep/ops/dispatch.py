@@ -9,6 +9,7 @@ import torch
 from thunderep.buffer import Buffer, lookup
 from thunderep.ops.library import library
 from thunderep.ops.rows import kernels, metadata, remember, require, require_device, rows_call, rows_sum
+from thunderep.runtime.trace import phase
 from thunderep.runtime.transport import DTYPES, KINDS, Call
 
 ROW_DTYPES = DTYPES[:7]
@@ -114,6 +115,7 @@ def run(
     return recv_x, recv_idx, recv_weights, recv_scales, in_rank
 
 
+@phase("localize")
 def _localize(owner: Buffer, idx: torch.Tensor, weights: torch.Tensor, rows: list[int], sent_idx: torch.Tensor) -> torch.Tensor:
     """Turn received global ids into local ones, in place: -1, and weight 0, for padding and for other ranks' experts.
 

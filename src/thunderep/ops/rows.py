@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from thunderep.buffer import Buffer
+from thunderep.runtime.trace import phase
 from thunderep.runtime.transport import DTYPES, KINDS, ByRank, Call, Transport
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def rows_sum(
             ]
 
 
+@phase("sum")
 def _sum(own: torch.Tensor, by_rank: ByRank, is_token_in_rank: torch.Tensor, rank: int) -> torch.Tensor:
     """Sum in rank order, float32, what this rank (`own`, [M, C]) and the others hold for each token, and round once."""
     if isinstance(by_rank, torch.Tensor) and by_rank.is_cuda:

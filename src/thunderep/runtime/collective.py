@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from thunderep.runtime.trace import phase
+from thunderep.runtime.traffic import Stats, Traffic
 from thunderep.runtime.transport import ByRank, Call, Scratch, agree
 from thunderep.runtime.watchdog import PeerError, Watchdog
 
@@ -31,6 +33,7 @@ class CollectiveTransport:
         self._num_ranks = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
         self._watchdog = watchdog
+        self._traffic = Traffic(self._num_ranks)
         self._broken: PeerError | None = None
 
     def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
@@ -58,6 +61,10 @@ class CollectiveTransport:
     def window(self, call: Call) -> None:
         """No kernels move rows here."""
 
+    def stats(self) -> Stats:
+        """What this rank has moved so far."""
+        return self._traffic.stats()
+
     def check(self) -> None:
         """Raise the error that broke this transport, if one did."""
         if self._broken is not None:
@@ -70,6 +77,11 @@ class CollectiveTransport:
             self._watchdog.close()
 
     def _announce(self, call: Call, device: torch.device) -> list[int]:
+        rows = self._rows(call, device)
+        self._traffic.add(call, sum(rows) - call.tokens)
+        return rows
+
+    def _rows(self, call: Call, device: torch.device) -> list[int]:
         if self._group is None:
             raise RuntimeError("the Buffer is closed")
         self.check()
@@ -80,6 +92,7 @@ class CollectiveTransport:
         self._run(lambda: _all_gather(calls, mine, group=self._group))
         return agree([Call(*row) for row in calls.view(self._num_ranks, -1).tolist()])
 
+    @phase("collective")
     def _run(self, collective: object) -> None:
         """Run a collective; a backend's error about a lost peer becomes a PeerError."""
         try:

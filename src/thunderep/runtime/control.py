@@ -7,17 +7,21 @@ whoever waits for it raises too.
 
 from __future__ import annotations
 
+import logging
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 from thunderep.runtime import arena
 from thunderep.runtime.futex import fence, futex_wait, futex_wake
+from thunderep.runtime.trace import phase
 from thunderep.runtime.transport import KINDS, Call, agree
 from thunderep.runtime.watchdog import PeerError, Watchdog
 
 _RECORD = struct.Struct("<9q")  # an announcement: its sequence number, then the fields of a Call
 _SEQUENCE = struct.Struct("<q")
+_log = logging.getLogger(__name__)
+
 _LOOK_SECONDS = 0.05
 _BUSY_FACTOR = 10
 _BUSY_SHARE = 0.1
@@ -37,6 +41,7 @@ class Control:
 
     Attributes:
         sequence: Operations that this rank has announced.
+        waited: Seconds asleep until a rank did its part, by rank.
     """
 
     def __init__(self, segment: arena.Segment, layout: arena.Layout, rank: int, watchdog: Watchdog, timeout: float) -> None:
@@ -50,6 +55,7 @@ class Control:
         self._broken: PeerError | None = None
         self._closing = False
         self.sequence = 0
+        self.waited = [0.0] * layout.num_ranks
 
     def check(self) -> None:
         """Raise the error that broke the Buffer, if one did."""
@@ -83,6 +89,7 @@ class Control:
         _SEQUENCE.pack_into(memory, record, self.sequence)
         return at
 
+    @phase("announce")
     def announce(self, call: Call) -> list[int]:
         """Tell all ranks this rank's next call and return T of all ranks.
 
@@ -125,10 +132,14 @@ class Control:
                     continue
                 if verdict is not None:  # found before this last look at the flags, so nothing that the peer did was missed
                     raise verdict
-                verdict = self._gave_up(waits_for(), what)
+                awaited = waits_for()
+                verdict = self._gave_up(awaited, what)
                 if verdict is None:
+                    asleep = time.monotonic()
                     futex_wait(bell_address, rung, _LOOK_SECONDS)
                     now = time.monotonic()
+                    for rank in awaited:
+                        self.waited[rank] += now - asleep
                     if now - looked >= _LOOK_SECONDS:
                         looked = now
                         verdict = self._gone(waits_for(), what, now - since)
@@ -213,6 +224,7 @@ class Control:
         else:
             blamed = self._rank
             self._broken = PeerError(f"rank {blamed}: an operation was interrupted by {type(error).__name__}", blamed)
+        _log.warning("a Buffer is broken: %s", self._broken)
         self._set_status(_BROKEN, blamed)
 
     def _set_status(self, status: int, blamed: int) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from thunderep.runtime import arena, cuda
 from thunderep.runtime.plan import GPU_WAYS, Copy, Flag, Lane, Place, Wait, most_lanes, plan_combine, plan_dispatch
+from thunderep.runtime.trace import phase
 
 _Copy = tuple[int, int, int, int, int]  # indices of and offsets from two base addresses, bytes
 _Instruction = cuda.Batch | _Copy
@@ -65,6 +66,7 @@ class CopyEngines:
                     words[self._layout.flag(Flag(peer, slot, self._rank)) // 4] = 1
                     words[self._layout.flag(Flag(self._rank, slot, peer)) // 4] = 0
 
+    @phase("copy_engines")
     def run(self, kind: str, max_rows: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Issue a "dispatch" or a "combine", with M rows a rank, to the current stream."""
         row_bytes = tuple(t.numel() // len(t) * t.element_size() if len(t) else 0 for t in outputs)

@@ -1,6 +1,7 @@
-"""The transports of CUDA tensors on one host, `dma` and `direct`: who has which GPU, what is pinned, and what ends when.
+"""The transports of CUDA tensors on one host, `dma`, `direct` and `auto`: who has which GPU, what is pinned, what ends when.
 
-`dma` moves payloads, by copy engines; `direct` has a window of pinned memory in which kernels do the whole of an operation.
+Copy engines move payloads through a ring of slots; kernels do the whole of an operation in a window. Both lie in one pinned
+segment and share nothing else, so operations may go either way in any order that all ranks share.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from thunderep.runtime import arena, cuda
 from thunderep.runtime.control import Control
 from thunderep.runtime.dma import CopyEngines
 from thunderep.runtime.release import Releaser
-from thunderep.runtime.rendezvous import Rendezvous, compare
+from thunderep.runtime.rendezvous import Rendezvous, require_able
+from thunderep.runtime.traffic import Stats, Traffic
 from thunderep.runtime.transport import ByRank, Call, Scratch
+from thunderep.runtime.tuning import Thresholds
 from thunderep.runtime.window import Region, Window
 
 SHARE = "THUNDEREP_SHARE_GPU"
@@ -30,11 +33,13 @@ def connect(
     rank: int,
     device: torch.device,
     control: Control,
+    thresholds: Thresholds,
 ) -> GpuTransport:
     """Pin the segment on all ranks and make each rank's transport, or raise the same report on all.
 
     Raises:
-        RuntimeError: A rank could not pin the memory, has no stream memory operations, or two ranks share a GPU.
+        UnableError: A rank could not pin the memory, or has no stream memory operations.
+        RuntimeError: Two ranks share a GPU.
     """
     answer: dict[str, object] = {"gpu": str(torch.cuda.get_device_properties(device).uuid)}
     pinned = 0
@@ -46,10 +51,10 @@ def connect(
             cuda.probe(pinned + layout.control(rank, arena.CONTROL_PROBE), stream.cuda_stream)
             stream.synchronize()
     except cuda.CudaError as error:
-        answer["error"] = ("RuntimeError", str(error))
+        answer["error"] = str(error)
     try:
         answers = meeting.exchange("pinning", answer)
-        compare(answers, ())
+        require_able([a.get("error") for a in answers])
         gpus = [a["gpu"] for a in answers]
         for gpu in gpus:
             if gpus.count(gpu) > 1 and os.environ.get(SHARE) != "1":
@@ -57,7 +62,7 @@ def connect(
                 raise RuntimeError(
                     f"device: ranks {' and '.join(sharing)} have the same GPU, {gpu}; give each its own, or set {SHARE}=1"
                 )
-        return GpuTransport(segment, pinned, layout, rank, device, control)
+        return GpuTransport(segment, pinned, layout, rank, device, control, thresholds)
     except BaseException:
         if pinned:
             cuda.unregister(segment.address)
@@ -70,10 +75,11 @@ class GpuTransport:
     Args:
         segment: The mapped segment, pinned; unpinned and closed with the transport.
         pinned: The device's address of the segment.
-        layout: What lies where in it; a window there means `direct`.
+        layout: What lies where in it; without a window there, copy engines move every call.
         rank: This rank.
         device: This rank's GPU.
         control: This rank's control block; closed with the transport.
+        thresholds: Which calls kernels move, the same on all ranks.
     """
 
     def __init__(
@@ -84,24 +90,25 @@ class GpuTransport:
         rank: int,
         device: torch.device,
         control: Control,
+        thresholds: Thresholds,
     ) -> None:
         self._segment, self._num_ranks, self._device, self._control = segment, layout.num_ranks, device, control
-        self._mover: CopyEngines | Window
+        self._thresholds, self._traffic = thresholds, Traffic(layout.num_ranks)
+        self._engines = CopyEngines(segment, pinned, layout, rank, device)
+        self._window: Window | None = None
         if layout.window_bytes:
             region = Region(layout.num_ranks, layout.window_bytes)
-            self._mover = Window(segment, pinned, layout.window, region, rank, device)
-        else:
-            self._mover = CopyEngines(segment, pinned, layout, rank, device)
+            self._window = Window(segment, pinned, layout.window, region, rank, device)
         peers = [peer for peer in range(layout.num_ranks) if peer != rank]
-        self._releaser = Releaser(control, peers, self._mover.state, self._mover.release)
+        self._releaser = Releaser(control, peers, self._state, self._release)
         self._closed = False
 
     def window(self, call: Call) -> Window | None:
         """Announce the call and return the window in which kernels do all of it; None if the other methods are to move it."""
-        if not isinstance(self._mover, Window):
+        if self._window is None or not self._thresholds.take(call):
             return None
-        self._control.post(call)
-        return self._mover
+        self._begin(call)
+        return self._window
 
     def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
         """Give every rank all rows of all ranks. The ids' payload must have M rows: what is past T reads -1 there."""
@@ -116,9 +123,25 @@ class GpuTransport:
         yield [output.unflatten(0, (self._num_ranks, call.max_tokens)) for output in outputs]
 
     def _run(self, kind: str, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        assert isinstance(self._mover, CopyEngines)  # `window` takes every call otherwise
+        self._begin(call)
+        self._engines.run(kind, call.max_tokens, inputs, outputs)
+
+    def _begin(self, call: Call) -> None:
         self._control.post(call)
-        self._mover.run(kind, call.max_tokens, inputs, outputs)
+        self._traffic.add(call, (self._num_ranks - 1) * call.max_tokens)
+
+    def _state(self) -> bytes:
+        """As `Releaser` has it: the engines' part is always as long, so both together are as telling as each alone."""
+        return self._engines.state() + (self._window.state() if self._window is not None else b"")
+
+    def _release(self) -> None:
+        self._engines.release()
+        if self._window is not None:
+            self._window.release()
+
+    def stats(self) -> Stats:
+        """What this rank has moved so far."""
+        return self._traffic.stats()
 
     def check(self) -> None:
         """Raise the error that broke the Buffer, if one did."""

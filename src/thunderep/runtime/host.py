@@ -20,6 +20,8 @@ from thunderep.runtime import arena
 from thunderep.runtime.control import Control
 from thunderep.runtime.futex import fence
 from thunderep.runtime.plan import Copy, Flag, Place, Schedule, Signal, Step, plan_combine, plan_combine_in_place, plan_dispatch
+from thunderep.runtime.trace import phase
+from thunderep.runtime.traffic import Stats, Traffic
 from thunderep.runtime.transport import ByRank, Call, Scratch
 
 
@@ -78,13 +80,14 @@ class HostTransport:
         self._layout = layout
         self._rank = rank
         self._control = control
+        self._traffic = Traffic(layout.num_ranks)
         self._lock = threading.Lock()
         self._program = lru_cache(maxsize=256)(self._make_program)
 
     def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
         """Give every rank all rows of all ranks."""
         with self._lock:
-            rows = self._control.announce(call)
+            rows = self._announce(call)
             program = self._program(self._key("dispatch", call, rows, outputs))
             self._execute("dispatch", program.lanes, inputs, outputs)
             return rows
@@ -93,7 +96,7 @@ class HostTransport:
     def combine(self, call: Call, inputs: Sequence[torch.Tensor], scratch: Scratch) -> Iterator[list[ByRank]]:
         """Give every rank back the rows that stem from it: where they lie in the staging, if the call fits there."""
         with self._lock:
-            rows = self._control.announce(call)
+            rows = self._announce(call)
             program = self._program(self._key("combine", call, rows, inputs))
             if program.lent is None:
                 outputs = scratch(inputs)
@@ -112,6 +115,10 @@ class HostTransport:
     def window(self, call: Call) -> None:
         """No kernels move rows here."""
 
+    def stats(self) -> Stats:
+        """What this rank has moved so far."""
+        return self._traffic.stats(self._control.waited)
+
     def check(self) -> None:
         """Raise the error that broke this transport, if one did."""
         self._control.check()
@@ -122,10 +129,16 @@ class HostTransport:
             with self._lock:
                 self._control.close()
 
+    def _announce(self, call: Call) -> list[int]:
+        rows = self._control.announce(call)
+        self._traffic.add(call, sum(rows) - call.tokens)
+        return rows
+
     def _key(self, kind: str, call: Call, rows: Sequence[int], tensors: Sequence[torch.Tensor]) -> _Key:
         row_bytes = tuple(t.numel() // len(t) * t.element_size() if len(t) else 0 for t in tensors)
         return _Key(kind, tuple(rows), row_bytes, call.max_tokens, self._control.sequence % 2)
 
+    @phase("move")
     def _execute(
         self, kind: str, lanes: Sequence[_Lane], inputs: Sequence[torch.Tensor] = (), outputs: Sequence[torch.Tensor] = ()
     ) -> None:

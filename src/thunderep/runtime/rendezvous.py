@@ -92,6 +92,10 @@ class _Late(RuntimeError):
     """Ranks did not arrive in time."""
 
 
+class UnableError(RuntimeError):
+    """Some rank cannot do its part. Every rank raises it, with the same report, and may do something else instead."""
+
+
 def compare(answers: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> None:
     """Raise one report, the same on every rank, unless all answers are without an error and alike in `fields`.
 
@@ -107,10 +111,7 @@ def compare(answers: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> None
     if any(errors):
         if all(error == errors[0] for error in errors) and errors[0] and errors[0][0] == "ValueError":
             raise ValueError(errors[0][1])
-        raise RuntimeError(
-            "not every rank could make the Buffer: "
-            + "; ".join(f"rank {rank}: {error[1] if error else 'ok'}" for rank, error in enumerate(errors))
-        )
+        raise RuntimeError(_could_not([error[1] if error else None for error in errors]))
     differences = [
         f"{field}: " + ", ".join(f"rank {rank} has {answer[field]!r}" for rank, answer in enumerate(answers))
         for field in fields
@@ -120,11 +121,21 @@ def compare(answers: Sequence[Mapping[str, Any]], fields: Sequence[str]) -> None
         raise RuntimeError("ranks disagree on the Buffer's configuration; " + "; ".join(differences))
 
 
+def require_able(errors: Sequence[str | None]) -> None:
+    """Raise UnableError, the same on every rank, unless no rank has an error. `errors` has one a rank, None: it can."""
+    if any(errors):
+        raise UnableError(_could_not(errors))
+
+
+def _could_not(errors: Sequence[str | None]) -> str:
+    return "not every rank could make the Buffer: " + "; ".join(f"rank {r}: {error or 'ok'}" for r, error in enumerate(errors))
+
+
 def share_segment(meeting: Rendezvous, nbytes: int) -> Segment:
     """Map one new shared segment on all ranks: without a name where all can open it, else by a name that is gone on return.
 
     Raises:
-        RuntimeError: Some rank could do neither; each rank's answer is listed.
+        UnableError: Some rank could do neither; each rank's answer is listed.
     """
     failures: list[str] = []
     kinds: tuple[Kind, ...] = ("memfd", "file")
@@ -158,7 +169,7 @@ def share_segment(meeting: Rendezvous, nbytes: int) -> Segment:
                 owner.release()
             if segment is not None:
                 segment.close()
-    raise RuntimeError("no shared segment could be made: " + " / ".join(failures))
+    raise UnableError("no shared segment could be made: " + " / ".join(failures))
 
 
 def host_id() -> str:

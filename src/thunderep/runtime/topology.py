@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from thunderep.runtime import arena, cuda
+from thunderep.runtime import arena, cuda, numa
 from thunderep.runtime.nvml import Link, Nvml
 from thunderep.runtime.trial import Trial, run
 
@@ -157,7 +157,7 @@ def read(root: Path = Path("/")) -> Machine:
         gpus=[_gpu(*facts, root) for facts in zip(devices, links, trials, strict=True)],
         no_gpu=no_gpu,
         hidden=hidden,
-        numa=Numa(_nodes(root), sorted(process.cpu_affinity()), _policy_error()),
+        numa=Numa(numa.nodes(root), sorted(process.cpu_affinity()), _policy_error()),
         memory=_memory(root, psutil.virtual_memory().total, process.rlimit(psutil.RLIMIT_MEMLOCK)[0]),
         versions=versions,
         wsl="microsoft" in _text(root / "proc/sys/kernel/osrelease").lower(),
@@ -172,13 +172,12 @@ def _gpu(device: cuda.Device, link: Link | None, trial: Trial, root: Path) -> Gp
     if link is not None:
         card, slot = _width(folder) or 0, _width(above[0])
         link = replace(link, card_width=max(link.card_width, card), slot_width=slot)
-    node = _number(folder / "numa_node")
     iommu = _text(folder / "iommu_group/type") or None
     with contextlib.suppress(OSError):
         iommu = iommu if os.listdir(root / "sys/class/iommu") else "off"
     redirects = [_acs_redirect(port / "config") for port in above if port.name.count(":") == 2]
     redirect = True if True in redirects else False if False in redirects else None
-    return Gpu(device, link, node if node != -1 else None, iommu, redirect, trial)
+    return Gpu(device, link, numa.node_of(device.pci_address, root), iommu, redirect, trial)
 
 
 def _width(folder: Path) -> int | None:
@@ -200,20 +199,6 @@ def _acs_redirect(config: Path) -> bool | None:
             return bool(int.from_bytes(space[offset + 6 : offset + 8], "little") & 1 << 2)
         offset = header >> 20
     return None
-
-
-def _nodes(root: Path) -> dict[int, list[int]]:
-    folders = (root / "sys/devices/system/node").glob("node[0-9]*")
-    return {int(folder.name[4:]): _cpus(_text(folder / "cpulist")) for folder in sorted(folders)}
-
-
-def _cpus(ranges: str) -> list[int]:
-    """The CPUs in a list such as 0-3,8."""
-    found: list[int] = []
-    for part in filter(None, ranges.split(",")):
-        first, _, last = part.partition("-")
-        found += range(int(first), int(last or first) + 1)
-    return found
 
 
 def _policy_error() -> str | None:

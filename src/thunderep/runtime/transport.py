@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from thunderep.runtime.window import Window
+
+if TYPE_CHECKING:
+    from thunderep.runtime.traffic import Stats
 
 
 class Call(NamedTuple):
@@ -36,6 +39,8 @@ class Call(NamedTuple):
 
 
 KINDS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
+OUTWARD = (True, False, False, True)
+"""Whether rows of that kind go from a token's rank to all others; else they come back to it."""
 
 DTYPES = (
     torch.bfloat16,
@@ -90,6 +95,10 @@ class Transport(Protocol):
 
     def window(self, call: Call) -> Window | None:
         """Announce the call and return the window in which kernels do all of it; None if the methods above are to move it."""
+        ...
+
+    def stats(self) -> Stats:
+        """What this rank has moved so far."""
         ...
 
     def check(self) -> None:

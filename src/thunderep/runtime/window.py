@@ -78,6 +78,12 @@ class Region:
         """Size of a peer's part of a slot in a combine."""
         return self.slot // max(1, self.num_ranks - 1) // 32 * 32
 
+    def parts(self, rank: int) -> list[tuple[int, int]]:
+        """Where the words and slots of a rank lie: byte offsets, and how many bytes."""
+        banks = range(rank, 2 * self.num_ranks, self.num_ranks)
+        words = [(self.words_at * 8 + bank * self.words * 16, self.words * 16) for bank in banks]
+        return words + [((self.slots_at + bank * self.slot) * 8, self.slot * 8) for bank in banks]
+
     @classmethod
     def for_calls(cls, num_ranks: int, max_tokens: int, row_bytes: int, topk: int, scales: int = 0) -> Region:
         """The region in which every call of up to `max_tokens` tokens a rank is one launch.

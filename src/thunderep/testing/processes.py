@@ -1,4 +1,4 @@
-"""Real rank processes that stay up and run one function after another: for tests and benchmarks.
+"""Real rank processes that stay up and run one function after another: for tests, benchmarks and `thunderep tune`.
 
 >>> with Ranks(2) as ranks:  # doctest: +SKIP
 ...     ranks.run(os.getpid)

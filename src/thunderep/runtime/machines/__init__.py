@@ -7,8 +7,8 @@ measured, comes from a public report, is PCIe arithmetic, was calibrated (fitted
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,27 @@ class MachineModel:
             if gpu.link not in machine.links or gpu.bridge not in {None, *machine.bridges}:
                 raise ValueError(f"gpus: {gpu} names a link or a bridge that is not there")
         return machine
+
+
+def smaller(machine: MachineModel) -> Iterator[tuple[str, MachineModel]]:
+    """The machine with 2, 4, 8, ... of its GPUs and with all of them, each with slots of 16, 8 and 4 lanes.
+
+    By PCIe arithmetic: half the lanes carry half as much. A machine whose GPUs do not all sit alike comes as it is.
+
+    Yields:
+        The lanes of every slot, "mixed" where they differ, and the machine.
+    """
+    if len(set(machine.gpus)) > 1:
+        yield ("16" if {gpu.link for gpu in machine.gpus} == {"x16"} else "mixed"), machine
+        return
+    counts = [2**i for i in range(1, len(machine.gpus).bit_length()) if 2**i < len(machine.gpus)]
+    for count in (*counts, len(machine.gpus)):
+        for lanes in (16, 8, 4):
+            links = {
+                name: Link(*(lanes / 16 * gbps for gbps in (link.one_way_gbps, link.both_ways_gbps, link.sm_both_ways_gbps)))
+                for name, link in machine.links.items()
+            }
+            yield str(lanes), replace(machine, gpus=machine.gpus[:count], links=links)
 
 
 def names() -> list[str]:

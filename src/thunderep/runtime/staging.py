@@ -1,0 +1,106 @@
+"""How much shared memory a Buffer takes, and for what: a ring of slots for copies, a window for kernels, or both."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from thunderep.runtime import arena
+from thunderep.runtime.plan import ALIGNMENT, MAX_DEFAULT_STAGING, MIN_SLOT_BYTES, Staging
+from thunderep.runtime.tuning import Thresholds
+from thunderep.runtime.window import Region
+
+_MIN_WINDOW = 512 << 10
+"""Bytes a rank with which small calls travel as words that carry their own signals; less if staging_bytes says so."""
+
+
+class Shape(NamedTuple):
+    """What sizes depend on.
+
+    Attributes:
+        num_ranks: N.
+        hidden: H.
+        topk: K.
+        max_tokens: Tokens per rank that a call may have at most.
+        itemsize: Bytes of the widest payload element.
+    """
+
+    num_ranks: int
+    hidden: int
+    topk: int
+    max_tokens: int
+    itemsize: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the widest row, dispatched or combined."""
+        return self.hidden * max(self.itemsize, 2)
+
+    @property
+    def _least_ring(self) -> int:
+        return Staging.slots_for(self.num_ranks) * MIN_SLOT_BYTES
+
+    def check(self, transport: str, staging_bytes: int) -> None:
+        """Raise ValueError if so few bytes a rank will not do. "auto" is that of CUDA tensors."""
+        Staging.of(self.num_ranks, staging_bytes)
+        window = self._share(self._region(1))
+        least = {"direct": window, "auto": self._least_ring + window}.get(transport, 0)
+        if staging_bytes < least:
+            raise ValueError(f"staging_bytes: got {staging_bytes}; {transport!r} needs at least {least} for such rows")
+
+    def layout(self, transport: str, staging_bytes: int | None, thresholds: Thresholds) -> arena.Layout:
+        """What lies where in the segment.
+
+        For "auto" ring and window share the staging: the window gets what the largest call that kernels move takes in one
+        launch, and at most half where the staging does not hold all; the ring has the rest.
+
+        Args:
+            transport: "shm", "dma", "direct" or "auto".
+            staging_bytes: Bytes a rank; None: what holds any call, at most `MAX_DEFAULT_STAGING`.
+            thresholds: Which calls kernels move in "auto".
+        """
+        if transport in ("shm", "dma"):
+            return self._layout(self._ring() if staging_bytes is None else staging_bytes, 0)
+        if transport == "direct":
+            nbytes = MAX_DEFAULT_STAGING if staging_bytes is None else staging_bytes
+            return self._layout(self._least_ring, min(self._window(self.max_tokens), self.num_ranks * nbytes))
+        window = self._share(self._window(min(self.max_tokens, max(1, max(thresholds) // self.row_bytes))))
+        ring = self._ring()
+        nbytes = min(ring + window, MAX_DEFAULT_STAGING) if staging_bytes is None else staging_bytes
+        if ring + window > nbytes:
+            window = max(self._share(self._region(1)), min(window, nbytes // 2))
+            ring = max(self._least_ring, nbytes - window)
+        return self._layout(ring, self.num_ranks * min(window, nbytes - ring))
+
+    def _layout(self, ring: int, window: int) -> arena.Layout:
+        return arena.Layout(self.num_ranks, Staging.of(self.num_ranks, ring), window)
+
+    def _region(self, tokens: int) -> int:
+        """Bytes of a window in which calls of so many tokens a rank are one launch."""
+        scales = -(-self.hidden // 128)
+        return Region.for_calls(self.num_ranks, tokens, self.row_bytes, self.topk, scales).nbytes
+
+    def _window(self, tokens: int) -> int:
+        return max(self._region(tokens), self.num_ranks * _MIN_WINDOW)
+
+    def _share(self, nbytes: int) -> int:
+        """A rank's share of a window, in bytes."""
+        return -(-nbytes // self.num_ranks)
+
+    def _ring(self) -> int:
+        """Bytes of a ring of which either half holds a call of `max_tokens`, be it a dispatch or combine; at most 256 MiB."""
+        row = self.hidden * self.itemsize
+        scales = -(-self.hidden // 128) * 4
+        dispatch = self.max_tokens * (row + self.topk * 12 + scales) + 4 * ALIGNMENT
+        combine = self.max_tokens * self.row_bytes + 2 * ALIGNMENT
+        half = Staging.slots_for(self.num_ranks) // 2
+        chunks_per_peer = half // max(1, self.num_ranks - 1)
+        slot = max(-(-dispatch // half), -(-combine // chunks_per_peer), MIN_SLOT_BYTES) + ALIGNMENT
+        return min(2 * half * slot, MAX_DEFAULT_STAGING)
+
+
+def parts_of(layout: arena.Layout, rank: int) -> list[tuple[int, int]]:
+    """Where what a rank writes for its peers lies: offsets in the segment, and how many bytes."""
+    ring = (layout.slots(rank), layout.staging.nbytes)
+    if not layout.window_bytes:
+        return [ring]
+    return [ring] + [(layout.window + at, n) for at, n in Region(layout.num_ranks, layout.window_bytes).parts(rank)]

@@ -1,0 +1,140 @@
+"""Up to which size kernels move a call and from where on copy engines do: what `auto` goes by on CUDA.
+
+What `thunderep tune` measured lies in the user's cache directory (XDG Base Directory Specification), a file for each machine
+as it was measured: its GPUs, its driver, this package's version.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from thunderep.runtime import cuda
+from thunderep.runtime.transport import DTYPES, OUTWARD, Call
+from thunderep.version import __version__
+
+_log = logging.getLogger(__name__)
+
+ENVIRONMENT = "THUNDEREP_THRESHOLDS"
+"""Environment variable: thresholds to use whatever else is known, as "dispatch,combine" in bytes."""
+
+_ITEM_BYTES = [dtype.itemsize for dtype in DTYPES]
+
+
+class Thresholds(NamedTuple):
+    """Bytes of rows that a rank brings to a call, up to which kernels move it; copy engines move what is larger.
+
+    Attributes:
+        dispatch: For rows that go to experts, and for the gradient of a combine.
+        combine: For rows that come back, and for the gradient of a dispatch.
+    """
+
+    dispatch: int
+    combine: int
+
+    def take(self, call: Call) -> bool:
+        """Whether kernels move `call`. What ranks agree on decides, so all decide alike."""
+        return call.max_tokens * call.hidden * _ITEM_BYTES[call.dtype] <= (
+            self.dispatch if OUTWARD[call.kind] else self.combine
+        )
+
+
+BUILT_IN = Thresholds(dispatch=4 << 20, combine=4 << 20)
+"""Provisional. Source: sketches of both ways on two H200s without peer access, PCIe 5 x16, replayed as graphs, all-gather of
+4 KiB rows: kernels took 127 us for 4 MiB a rank, copy engines 152; for 8 MiB it was 280 and 254. Assumed of combine too."""
+
+
+def thresholds(gpus: Sequence[str]) -> Thresholds:
+    """From the environment, else what was measured for these GPUs, else what is built in.
+
+    Args:
+        gpus: Name of each rank's GPU.
+
+    Raises:
+        ValueError: The environment variable does not hold two numbers.
+    """
+    given = os.environ.get(ENVIRONMENT)
+    if given is not None:
+        try:
+            dispatch, combine = map(int, given.split(","))
+        except ValueError:
+            raise ValueError(f"{ENVIRONMENT}: got {given!r}, expected bytes as 'dispatch,combine'") from None
+        return Thresholds(dispatch, combine)
+    found = load(gpus)
+    if found is None:
+        _say_untuned()
+        return BUILT_IN
+    return found
+
+
+def load(gpus: Sequence[str]) -> Thresholds | None:
+    """What was measured for these GPUs; None: nothing was, or the file is of no use, about which there is a warning."""
+    measured_on = machine(gpus)
+    try:
+        path = _path(measured_on)
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, RuntimeError, ValueError) as error:
+        _log.warning("thresholds are not read: %s", error)
+        return None
+    try:
+        found = Thresholds(**content["thresholds"])
+        if content["machine"] != measured_on:
+            raise ValueError("it is of another machine")
+        if not all(type(value) is int and value >= 0 for value in found):
+            raise ValueError(f"thresholds must be integers of at least 0, got {found}")
+    except (KeyError, TypeError, ValueError) as error:
+        _log.warning("thresholds in %s are not used: %s: %s", path, type(error).__name__, error)
+        return None
+    return found
+
+
+def save(gpus: Sequence[str], found: Thresholds, measured: Sequence[Mapping[str, Any]]) -> Path:
+    """Keep thresholds, and beside them what they were found from; readers see the old file or the new one, whole.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    measured_on = machine(gpus)
+    path = _path(measured_on)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"machine": measured_on, "thresholds": found._asdict(), "measured": list(measured)}
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.stem, delete=False) as file:
+        try:
+            json.dump(content, file, indent=1)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    return path
+
+
+def machine(gpus: Sequence[str]) -> dict[str, Any]:
+    """What thresholds hold for."""
+    try:
+        module = Path("/sys/module/nvidia/version").read_text().strip()
+    except OSError:
+        module = ""
+    return {"gpus": sorted(gpus), "driver": f"{module} CUDA {cuda.versions()[0]}".strip(), "thunderep": __version__}
+
+
+def _path(measured_on: Mapping[str, Any]) -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    name = hashlib.sha256(json.dumps(measured_on, sort_keys=True).encode()).hexdigest()[:16]
+    return folder / "thunderep" / f"thresholds-{name}.json"
+
+
+@functools.cache
+def _say_untuned() -> None:
+    """Once a process."""
+    _log.info("auto goes by built-in thresholds; `thunderep tune` measures those of this machine")

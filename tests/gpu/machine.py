@@ -1,0 +1,24 @@
+"""Rank processes for the GPU tests: one a GPU, or two that share the only one."""
+
+from __future__ import annotations
+
+import torch
+
+from thunderep.runtime.gpu import SHARE
+from thunderep.runtime.tuning import ENVIRONMENT
+from thunderep.testing.processes import Ranks
+
+GPUS = torch.cuda.device_count()
+FEW = GPUS < 2
+"""Ranks that share a GPU take turns on it, milliseconds each, so the tests are shorter."""
+
+
+def start(dispatch: int = 4 * 144, combine: int = 2 * 144) -> Ranks:
+    """Ranks for which NCCL has no peer access, and whose `auto` goes both ways within the sizes of the tests.
+
+    Args:
+        dispatch: Bytes of rows up to which kernels dispatch; by default 4 rows of those in `programs`.
+        combine: The same for combine; other than for dispatch, so that calls of one size go both ways.
+    """
+    environment = {ENVIRONMENT: f"{dispatch},{combine}", "NCCL_P2P_DISABLE": "1"}
+    return Ranks(2, environment={SHARE: "1", **environment}) if FEW else Ranks(min(4, GPUS), "nccl", environment=environment)
