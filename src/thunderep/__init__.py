@@ -4,7 +4,17 @@ Each rank puts its tokens into shared host memory once; each peer takes what it 
 `dispatch` and `combine`.
 """
 
-from thunderep.api import DispatchOutput, PermuteOutput, combine, dispatch, permute, unpermute
+from thunderep.api import (
+    DispatchOutput,
+    PermuteOutput,
+    QuantizedOutput,
+    combine,
+    dispatch,
+    permute,
+    permute_fp8,
+    quantize_fp8,
+    unpermute,
+)
 from thunderep.buffer import Buffer
 from thunderep.placement import local_experts
 from thunderep.runtime.watchdog import PeerError
@@ -17,10 +27,13 @@ __all__ = [
     "DispatchOutput",
     "PeerError",
     "PermuteOutput",
+    "QuantizedOutput",
     "Work",
     "combine",
     "dispatch",
     "local_experts",
     "permute",
+    "permute_fp8",
+    "quantize_fp8",
     "unpermute",
 ]

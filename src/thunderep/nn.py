@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from thunderep.api import combine, dispatch, permute, unpermute
+from thunderep.api import DispatchOutput, PermuteOutput, combine, dispatch, permute, permute_fp8, quantize_fp8, unpermute
 from thunderep.buffer import Buffer
+from thunderep.straight_through import straight_through
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -43,6 +44,9 @@ class ExpertParallel(nn.Module):
         intermediate: I, the inner size of an expert.
         activation: What stands between the products: [C, 2 I] to [C, I].
         dtype: The parameters' type, which x must have too; None: the Buffer's.
+        dispatch_dtype: What rows travel to the experts as: torch.float8_e4m3fn, with a scale per 128 columns, is half the bytes
+            of bf16; results travel back in x's type. Gradients are those of rows that had not been rounded (straight through),
+            and travel in x's type. None: x's type.
 
     Attributes:
         gate_up: [L, H, 2 I], this rank's experts only.
@@ -53,7 +57,13 @@ class ExpertParallel(nn.Module):
     """
 
     def __init__(
-        self, buffer: Buffer, intermediate: int, *, activation: Activation = swiglu, dtype: torch.dtype | None = None
+        self,
+        buffer: Buffer,
+        intermediate: int,
+        *,
+        activation: Activation = swiglu,
+        dtype: torch.dtype | None = None,
+        dispatch_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if intermediate < 1:
@@ -61,9 +71,12 @@ class ExpertParallel(nn.Module):
         dtype = buffer.dtype if dtype is None else dtype
         if dtype not in _DTYPES:
             raise ValueError(f"dtype: got {dtype}, expected one of {_DTYPES}")
+        if dispatch_dtype not in (None, torch.float8_e4m3fn):
+            raise ValueError(f"dispatch_dtype: got {dispatch_dtype}, expected torch.float8_e4m3fn or None")
         self.buffer = buffer
         self.intermediate = intermediate
         self.activation = activation
+        self.dispatch_dtype = dispatch_dtype
         local = len(buffer.local_experts)
         self.gate_up = nn.Parameter(torch.empty(local, buffer.hidden, 2 * intermediate, dtype=dtype, device=buffer.device))
         self.down = nn.Parameter(torch.empty(local, intermediate, buffer.hidden, dtype=dtype, device=buffer.device))
@@ -98,13 +111,26 @@ class ExpertParallel(nn.Module):
         """
         if x.dtype != self.down.dtype:
             raise ValueError(f"x: got {x.dtype}, expected {self.down.dtype}, as the experts have")
-        received = dispatch(x, topk_idx, topk_weights, self.buffer.num_experts, self.buffer, max_tokens=max_tokens)
-        capacity = received.recv_topk_idx.numel() if x.is_cuda else None
-        groups = permute(received.recv_x, received.recv_topk_idx, self.gate_up.shape[0], capacity)
+        received, groups = self._bring(x, topk_idx, topk_weights, max_tokens)
         hidden = self.activation(_grouped_mm(groups.expert_x, self.gate_up, groups.offsets))
         expert_y = _grouped_mm(hidden, self.down, groups.offsets)
         y = unpermute(expert_y, groups.row_id_map, received.recv_topk_weights)
         return combine(y, received, self.buffer)
+
+    def _bring(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, max_tokens: int | None
+    ) -> tuple[DispatchOutput, PermuteOutput]:
+        """Bring tokens to their experts' ranks, and there into groups, in x's type whatever they travel as."""
+        buffer, local = self.buffer, self.gate_up.shape[0]
+        quantized = self.dispatch_dtype is not None
+        rows, scales = quantize_fp8(x) if quantized else (x, None)
+        weights = topk_weights.detach() if quantized else topk_weights
+        received = dispatch(rows, topk_idx, weights, buffer.num_experts, buffer, max_tokens=max_tokens, x_scales=scales)
+        capacity = received.recv_topk_idx.numel() if x.is_cuda else None
+        if not quantized:
+            return received, permute(received.recv_x, received.recv_topk_idx, local, capacity)
+        groups = permute_fp8(received.recv_x, received.recv_x_scales, received.recv_topk_idx, local, capacity, dtype=x.dtype)
+        return straight_through(received, groups, x, topk_weights, buffer.name)
 
     def extra_repr(self) -> str:
         """What `print` shows."""

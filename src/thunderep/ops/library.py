@@ -36,6 +36,11 @@ library.define(
     "permute(Tensor x, Tensor topk_idx, int num_local_experts, SymInt capacity=-1, int alignment=1)"
     " -> (Tensor expert_x, Tensor offsets, Tensor row_id_map)"
 )
+library.define("quantize_fp8(Tensor x) -> (Tensor x_fp8, Tensor x_scales)")
+library.define(
+    "permute_fp8(Tensor x, Tensor x_scales, Tensor topk_idx, int num_local_experts, SymInt capacity=-1, int alignment=1,"
+    " ScalarType dtype=bfloat16) -> (Tensor expert_x, Tensor offsets, Tensor row_id_map)"
+)
 library.define("unpermute(Tensor expert_y, Tensor row_id_map, Tensor topk_weights) -> Tensor")
 library.define(
     "unpermute_backward(Tensor grad, Tensor expert_y, Tensor row_id_map, Tensor topk_weights)"
