@@ -36,10 +36,14 @@ def _quantize_cpu(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, hidden = x.shape
     groups = groups_of(hidden)
     value = functional.pad(x.to(torch.float32), (0, groups * GROUP - hidden)).view(tokens, groups, GROUP)
-    infinite = ~value.isfinite()
-    absmax = value.masked_fill(infinite, 0.0).abs_().amax(dim=2)
+    absmax, infinite = value.abs().amax(dim=2), None
+    if not absmax.isfinite().all():
+        infinite = ~value.isfinite()
+        absmax = value.masked_fill(infinite, 0.0).abs_().amax(dim=2)
     scales = (absmax / _MAX).clamp_(min=_MIN_SCALE)
-    codes = (value / scales.unsqueeze(2)).to(torch.float8_e4m3fn).view(torch.uint8).masked_fill_(infinite, 0x7F)
+    codes = (value / scales.unsqueeze(2)).to(torch.float8_e4m3fn).view(torch.uint8)
+    if infinite is not None:
+        codes.masked_fill_(infinite, 0x7F)
     return codes.view(tokens, groups * GROUP)[:, :hidden].contiguous().view(torch.float8_e4m3fn), scales
 
 
