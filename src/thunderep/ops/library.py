@@ -41,9 +41,10 @@ library.define(
     " -> (Tensor expert_x, Tensor offsets, Tensor row_id_map)"
 )
 library.define("quantize_fp8(Tensor x) -> (Tensor x_fp8, Tensor x_scales)")
+# 15 is bfloat16: not every version of PyTorch reads its name here.
 library.define(
     "permute_fp8(Tensor x, Tensor x_scales, Tensor topk_idx, int num_local_experts, SymInt capacity=-1, int alignment=1,"
-    " ScalarType dtype=bfloat16) -> (Tensor expert_x, Tensor offsets, Tensor row_id_map)"
+    " ScalarType dtype=15) -> (Tensor expert_x, Tensor offsets, Tensor row_id_map)"
 )
 library.define("unpermute(Tensor expert_y, Tensor row_id_map, Tensor topk_weights) -> Tensor")
 library.define(
