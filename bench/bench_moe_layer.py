@@ -66,7 +66,7 @@ def gathered(layer: ExpertParallel, x: torch.Tensor, routing: tuple[torch.Tensor
         received = thunderep.DispatchOutput(
             rows.x, torch.where(local, rows.topk_idx - here.start, -1), torch.where(local, rows.topk_weights, 0), x, x
         )
-        combined.append(baseline.start_combine(layer._experts(received)))
+        combined.append(baseline.start_combine(layer._experts(received, x, routing[1])))
     return torch.cat([wait() for wait in combined])
 
 
@@ -103,7 +103,7 @@ def layers(name: str, tokens: int, device: Device, compare: bool, stack: list[th
 
     def without(x: torch.Tensor) -> torch.Tensor:
         router(x)
-        return layer._experts(received)
+        return layer._experts(received, x, received.recv_topk_weights)
 
     found["no communication"] = without
     return found

@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench.bench_dispatch", "--device", "cpu", *arguments]
+def bench(*arguments: str, which: str = "dispatch") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"bench.bench_{which}", "--device", "cpu", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
 
 
@@ -34,6 +34,17 @@ def test_a_small_run(tmp_path: Path) -> None:
         assert row["ratio"]["both"] == pytest.approx(expected, abs=0.01)
     assert result["facts"]["ranks"] == 2
     assert (tmp_path / "dispatch-cpu-2-ranks.png").stat().st_size > 0
+
+
+def test_a_small_run_of_fp8(tmp_path: Path) -> None:
+    pytest.importorskip("typer")
+    arguments = ("--shape", "gpt-oss-120b", "--tokens", "3", "--ranks", "2", "--repeats", "2", "--out", str(tmp_path))
+    done = bench(*arguments, which="fp8")
+    assert done.returncode == 0, done.stderr
+    rows = {row["name"]: row for row in json.loads((tmp_path / "fp8-cpu-2-ranks.json").read_text())["rows"]}
+    assert list(rows) == ["shm bf16", "shm fp8", "collective bf16", "collective fp8", "gloo"]
+    expected = rows["shm bf16"]["dispatch"]["median"] / rows["shm fp8"]["dispatch"]["median"]
+    assert rows["shm fp8"]["times_faster_than_bf16"]["dispatch"] == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.gpu

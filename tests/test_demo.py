@@ -24,7 +24,7 @@ from thunderep.demo.data import global_batch, load_corpus
 from thunderep.demo.launch import RankError, launch
 from thunderep.demo.machine import choose_device, compile_obstacle
 from thunderep.demo.model import KeyValues, Model
-from thunderep.demo.result import Result
+from thunderep.demo.result import HELD_OUT, Result
 from thunderep.demo.train import Step
 from thunderep.demo.worker import Outcome, Reference
 
@@ -48,6 +48,8 @@ def test_ranks_train_as_one_process_does(tmp_path: Path, ranks: int, batch: int)
     result = run(small(tmp_path, ranks=ranks, batch=batch), Console(file=io.StringIO()))
     assert result.agrees, result.checks
     assert max(result.loss_differences) < 1e-5
+    exact, *rounded = (getattr(result.outcomes[0], name) for name in HELD_OUT)
+    assert all(0 < abs(loss - exact) < 0.01 for loss in rounded)
     assert [len(outcome.exchanges) for outcome in result.outcomes] == [0 if ranks == 1 else 4] * ranks
 
 
@@ -122,7 +124,7 @@ def test_shares_cover_the_batch() -> None:
 def made_up(loss: Callable[[int], float], gathered: float = 2.0, gradient: float = 1.0, equal: bool = True) -> Result:
     steps = [Step(i, 2.0, 1.0, [[0.5, 0.5]], 0.1) for i in range(60)]
     reference = [Step(i, loss(i), gradient, [[0.5, 0.5]], 0.1) for i in range(60)]
-    outcomes = [Outcome(2.0, equal, "", [])]
+    outcomes = [Outcome(2.0, 2.0, 2.0, equal, "", [])]
     return Result(small(Path()), steps, outcomes, reference, Reference(2.0, gathered))
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import thunderep
+from thunderep import reference
 from thunderep.nn import ExpertParallel
 from thunderep.testing.inputs import random_tokens
 from thunderep.testing.processes import RankError, Ranks
@@ -26,6 +27,7 @@ class Case:
     hidden: int = 12  # PyTorch's own grouped product takes neither this nor 7
     intermediate: int = 7
     overlap: int | None = None
+    dispatch_dtype: torch.dtype | None = None
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def run_rank(case, compiled=False, frozen=False):
     """Every step's output and gradients of x and weights; then the gradients of the experts."""
     rank = dist.get_rank()
     with open_buffer(case) as buffer:
-        layer = ExpertParallel(buffer, case.intermediate, overlap=case.overlap)
+        layer = ExpertParallel(buffer, case.intermediate, overlap=case.overlap, dispatch_dtype=case.dispatch_dtype)
         owned = slice(buffer.local_experts.start, buffer.local_experts.stop)
         with torch.no_grad():
             for parameter, value in zip((layer.gate_up, layer.down), experts(case), strict=True):
@@ -107,6 +109,8 @@ def dense(case):
     for step in range(case.steps):
         for rank in range(len(case.tokens)):
             x, idx, weights, grad = inputs(case, rank, step)
+            if case.dispatch_dtype is not None:  # what the experts get; a gradient with respect to it is one straight through
+                x = reference.dequantize_fp8(*reference.quantize_fp8(x)).to(case.dtype)
             x, weights = x.float().requires_grad_(), weights.requires_grad_()
             y = torch.zeros_like(x)
             for e in range(case.num_experts):
@@ -188,17 +192,25 @@ def test_a_shared_expert_is_added(two_ranks, overlap):
     assert two_ranks.run(with_shared_expert, overlap) == [True, True]
 
 
-@pytest.mark.parametrize("overlap", [1, 2])
-def test_compiles_once_and_trains(two_ranks, overlap):
-    case = Case((8, 6), 5, 2, torch.float32, steps=3, overlap=overlap)
+@pytest.mark.parametrize(("dtype", "hidden"), [(torch.float32, 200), (torch.bfloat16, 12)])
+@pytest.mark.parametrize(("ranks", "tokens"), [("one_rank", (13,)), ("four_ranks", (13, 0, 5, 9))])
+def test_trains_straight_through_fp8(request, ranks, tokens, dtype, hidden):
+    case = Case(tokens, 5, 2, dtype, steps=2, hidden=hidden, dispatch_dtype=torch.float8_e4m3fn)
+    compare(request.getfixturevalue(ranks)().run(run_rank, case), case)
+
+
+@pytest.mark.parametrize(("overlap", "dispatch_dtype"), [(1, None), (2, torch.float8_e4m3fn)])
+def test_compiles_once_and_trains(two_ranks, overlap, dispatch_dtype):
+    case = Case((8, 6), 5, 2, torch.float32, steps=3, overlap=overlap, dispatch_dtype=dispatch_dtype)
     compare(two_ranks.run(run_rank, case, True, timeout=280), case)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dispatch_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(12, 7), (64, 40)])
-def test_on_a_device(hidden, intermediate, compiled):
-    case = Case((40,), 8, 2, torch.bfloat16, steps=2, hidden=hidden, intermediate=intermediate)
+def test_on_a_device(hidden, intermediate, dispatch_dtype, compiled):
+    case = Case((40,), 8, 2, torch.bfloat16, 2, hidden, intermediate, dispatch_dtype)
     with Ranks(1, backend="nccl") as ranks:
         compare(ranks.run(run_rank, case, compiled, timeout=280), case)
 
@@ -238,6 +250,8 @@ def wrong(what):
             ExpertParallel(buffer, 0)
         elif what == "dtype":
             ExpertParallel(buffer, 4, dtype=torch.int8)
+        elif what == "dispatch_dtype":
+            ExpertParallel(buffer, 4, dispatch_dtype=torch.float8_e5m2)
         else:
             idx, weights = torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1)
             ExpertParallel(buffer, 4)(torch.zeros(1, case.hidden, dtype=torch.bfloat16), idx, weights)
@@ -248,6 +262,7 @@ def wrong(what):
     [
         ("intermediate", "intermediate: got 0"),
         ("dtype", "dtype: got torch.int8"),
+        ("dispatch_dtype", "dispatch_dtype: got torch.float8_e5m2, expected torch.float8_e4m3fn or None"),
         ("x", "x: got torch.bfloat16, expected torch.float32"),
     ],
 )

@@ -6,7 +6,17 @@ Each rank puts its tokens into shared host memory once; each peer takes what it 
 
 import logging
 
-from thunderep.api import DispatchOutput, PermuteOutput, combine, dispatch, permute, unpermute
+from thunderep.api import (
+    DispatchOutput,
+    PermuteOutput,
+    QuantizedOutput,
+    combine,
+    dispatch,
+    permute,
+    permute_fp8,
+    quantize_fp8,
+    unpermute,
+)
 from thunderep.buffer import Buffer
 from thunderep.placement import local_experts
 from thunderep.runtime.traffic import Stats
@@ -21,11 +31,14 @@ __all__ = [
     "DispatchOutput",
     "PeerError",
     "PermuteOutput",
+    "QuantizedOutput",
     "Stats",
     "Work",
     "combine",
     "dispatch",
     "local_experts",
     "permute",
+    "permute_fp8",
+    "quantize_fp8",
     "unpermute",
 ]

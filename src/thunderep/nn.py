@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from thunderep.api import DispatchOutput, combine, dispatch, permute, unpermute
+from thunderep.api import DispatchOutput, combine, dispatch, permute, permute_fp8, quantize_fp8, unpermute
 from thunderep.buffer import Buffer
+from thunderep.straight_through import straight_through
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
@@ -52,6 +53,9 @@ class ExpertParallel(nn.Module):
         dtype: The parameters' type, which x must have too; None: the Buffer's.
         overlap: Parts that the tokens are cut into; None: 2 on CUDA where a part takes longer to move than to start, else 1.
         shared: A shared expert, [T, H] to [T, H], whose output is added; it runs while tokens travel.
+        dispatch_dtype: What rows travel to the experts as: torch.float8_e4m3fn, with a scale per 128 columns, is half the bytes
+            of bf16; results travel back in x's type. Gradients are those of rows that had not been rounded (straight through),
+            and travel in x's type. None: x's type.
 
     Attributes:
         gate_up: [L, H, 2 I], this rank's experts only.
@@ -70,6 +74,7 @@ class ExpertParallel(nn.Module):
         dtype: torch.dtype | None = None,
         overlap: int | None = None,
         shared: nn.Module | None = None,
+        dispatch_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if intermediate < 1:
@@ -79,11 +84,14 @@ class ExpertParallel(nn.Module):
         dtype = buffer.dtype if dtype is None else dtype
         if dtype not in _DTYPES:
             raise ValueError(f"dtype: got {dtype}, expected one of {_DTYPES}")
+        if dispatch_dtype not in (None, torch.float8_e4m3fn):
+            raise ValueError(f"dispatch_dtype: got {dispatch_dtype}, expected torch.float8_e4m3fn or None")
         self.buffer = buffer
         self.intermediate = intermediate
         self.activation = activation
         self.overlap = overlap
         self.shared = shared
+        self.dispatch_dtype = dispatch_dtype
         local = len(buffer.local_experts)
         self.gate_up = nn.Parameter(torch.empty(local, buffer.hidden, 2 * intermediate, dtype=dtype, device=buffer.device))
         self.down = nn.Parameter(torch.empty(local, intermediate, buffer.hidden, dtype=dtype, device=buffer.device))
@@ -121,26 +129,22 @@ class ExpertParallel(nn.Module):
         rows = x.shape[0] if max_tokens is None else max_tokens
         parts = self._parts(x, rows)
         if parts == 1 and self.shared is None:
-            received = dispatch(x, topk_idx, topk_weights, self.buffer.num_experts, self.buffer, max_tokens=max_tokens)
-            return combine(self._experts(received), received, self.buffer)
+            payload, weights, scales = self._payload(x, topk_weights)
+            received = dispatch(payload, topk_idx, weights, self.buffer.num_experts, self.buffer, max_tokens, scales)
+            return combine(self._experts(received, x, topk_weights), received, self.buffer)
         size = -(-rows // parts)
-        dispatched = [
-            dispatch(
-                x[start : start + size],
-                topk_idx[start : start + size],
-                topk_weights[start : start + size],
-                self.buffer.num_experts,
-                self.buffer,
-                max_tokens=size,
-                async_op=True,
-            )
-            for start in range(0, parts * size, max(1, size))
-        ]
+        started = []
+        for start in range(0, parts * size, max(1, size)):
+            part_x, idx, part_weights = (t[start : start + size] for t in (x, topk_idx, topk_weights))
+            payload, weights, scales = self._payload(part_x, part_weights)
+            work = dispatch(payload, idx, weights, self.buffer.num_experts, self.buffer, size, scales, async_op=True)
+            started.append((work, part_x, part_weights))
         shared = None if self.shared is None else self.shared(x)
         combined = []
-        for work in dispatched:
+        for work, part_x, part_weights in started:
             received = work.wait()
-            combined.append(combine(self._experts(received), received, self.buffer, async_op=True))
+            y = self._experts(received, part_x, part_weights)
+            combined.append(combine(y, received, self.buffer, async_op=True))
         routed = torch.cat([work.wait() for work in combined])
         return routed if shared is None else routed + shared
 
@@ -150,10 +154,22 @@ class ExpertParallel(nn.Module):
             return max(1, min(self.overlap, rows))
         return 2 if x.is_cuda and rows * x.shape[1] * x.element_size() >= _OVERLAP_BYTES else 1
 
-    def _experts(self, received: DispatchOutput) -> torch.Tensor:
-        """[R, H]: what this rank's experts make of the rows that came."""
-        capacity = received.recv_topk_idx.numel() if received.recv_x.is_cuda else None
-        groups = permute(received.recv_x, received.recv_topk_idx, self.gate_up.shape[0], capacity)
+    def _payload(self, x: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """What travels: rows, weights and scales. Gradients go round what was quantised."""
+        if self.dispatch_dtype is None:
+            return x, topk_weights, None
+        rows, scales = quantize_fp8(x)
+        return rows, topk_weights.detach(), scales
+
+    def _experts(self, received: DispatchOutput, x: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """[R, H]: what this rank's experts make of the rows that came; x and topk_weights are what was sent, for gradients."""
+        local, idx = self.gate_up.shape[0], received.recv_topk_idx
+        capacity = idx.numel() if x.is_cuda else None
+        if self.dispatch_dtype is None:
+            groups = permute(received.recv_x, idx, local, capacity)
+        else:
+            groups = permute_fp8(received.recv_x, received.recv_x_scales, idx, local, capacity, dtype=x.dtype)
+            received, groups = straight_through(received, groups, x, topk_weights, self.buffer.name)
         hidden = self.activation(_grouped_mm(groups.expert_x, self.gate_up, groups.offsets))
         expert_y = _grouped_mm(hidden, self.down, groups.offsets)
         return unpermute(expert_y, groups.row_id_map, received.recv_topk_weights)

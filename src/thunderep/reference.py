@@ -108,6 +108,37 @@ def permute(
     return expert_x.view(x.dtype), offsets, row_id_map
 
 
+def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `thunderep::quantize_fp8` returns.
+
+    Args:
+        x: [T, H].
+    """
+    tokens, hidden = x.shape
+    x_fp8 = torch.full((tokens, hidden), torch.nan).to(torch.float8_e4m3fn)
+    x_scales = torch.zeros(tokens, -(-hidden // 128))
+    for i in range(tokens):
+        for group in range(x_scales.shape[1]):
+            columns = slice(group * 128, (group + 1) * 128)
+            value = x[i, columns].float()
+            finite = value.isfinite()
+            largest = torch.cat((value[finite].abs(), torch.zeros(1))).max()
+            x_scales[i, group] = torch.maximum(largest / 448, torch.tensor(2.0**-126))
+            nearest = (value / x_scales[i, group]).to(torch.float8_e4m3fn)
+            x_fp8[i, columns].view(torch.uint8)[finite] = nearest.view(torch.uint8)[finite]
+    return x_fp8, x_scales
+
+
+def dequantize_fp8(x_fp8: torch.Tensor, x_scales: torch.Tensor) -> torch.Tensor:
+    """What e4m3 rows and their scales stand for, float32 [T, H].
+
+    Args:
+        x_fp8: [T, H].
+        x_scales: [T, S].
+    """
+    return x_fp8.float() * x_scales.repeat_interleave(128, dim=1)[:, : x_fp8.shape[1]]
+
+
 def unpermute(expert_y: torch.Tensor, row_id_map: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
     """What `thunderep::unpermute` returns.
 

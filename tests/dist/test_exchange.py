@@ -86,6 +86,7 @@ NAMED = {
     "three in flight, each larger than the staging": Case(
         tokens=(100, 64, 90), hidden=512, staging_bytes=Staging.slots_for(3) * MIN_SLOT_BYTES, in_flight=3
     ),
+    "fp8 rows with a scale per 128 columns": Case(tokens=(40, 0, 25, 31), hidden=2880, dtype=torch.float8_e4m3fn, scales=23),
     "chunks of several sizes": Case(tokens=(700, 512, 1, 650), hidden=1024),
 }
 

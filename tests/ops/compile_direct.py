@@ -24,6 +24,7 @@ TYPES = {
     torch.int32: "i32",
     torch.int16: "i16",
     torch.int8: "i8",
+    torch.uint8: "u8",
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",

@@ -72,6 +72,8 @@ NAMED = {
     "nothing chosen": Case((4, 4), drop=1.0),
     "fewer experts than ranks": Case((2, 2, 2), num_experts=2),
     "more chunks than blocks": Case((40, 70), hidden=5, room="fits"),
+    "fp8 rows with a scale per 128 columns": Case((3, 0, 2), hidden=300, dtype=torch.float8_e4m3fn, scales=3),
+    "fp8 rows with scales, flagged": Case((3, 0, 2), hidden=300, dtype=torch.float8_e4m3fn, scales=3, room="fits"),
     "many rounds": Case((20, 33), hidden=8, room="small"),
     "rows wider than a block": Case((3, 3), hidden=7000, rounds=1),
     "rows wider than a block, flagged": Case((3, 3), hidden=7000, rounds=1, room="fits"),

@@ -1,4 +1,4 @@
-"""The Triton kernels, in a process of their own: what they must do is in `kernel_cases`."""
+"""The Triton kernels, in a process of their own: what they must do is in `kernel_cases` and `quantize_cases`."""
 
 import os
 import subprocess
@@ -7,17 +7,26 @@ from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).with_name("kernel_cases.py")
+CASES = [Path(__file__).with_name(name) for name in ("kernel_cases.py", "quantize_cases.py")]
 
 
 def run_cases(**environment):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, CASES)]
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
 def test_in_the_interpreter():
     run_cases(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+
+
+def test_fp8_kernels_compile_for_cards_with_and_without_8_bit_floats():
+    program = Path(__file__).with_name("compile_quantize.py")
+    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(program), "86", "89", "90", "120"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    assert done.stdout == "[12, 12, 12, 12]\n"
 
 
 @pytest.mark.gpu

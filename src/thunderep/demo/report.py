@@ -63,7 +63,12 @@ def _losses(result: Result) -> Table:
     config, first = result.config, result.steps[0].seconds
     table = _table("Loss, nats a byte", "", "first step", "mean of last 20", "held-out text", "training")
     table.add_row(f"{config.ranks} ranks, expert-parallel", *_loss_cells(result.steps, result.outcomes[0].held_out))
-    table.add_row("  their weights, in one process", "", "", f"{result.reference.gathered:.6f}", "")
+    for name, loss in (
+        ("  their weights, in one process", result.reference.gathered),
+        ("  their weights, rows as bf16", result.outcomes[0].held_out_bf16),
+        ("  their weights, rows as fp8", result.outcomes[0].held_out_fp8),
+    ):
+        table.add_row(name, "", "", f"{loss:.6f}", "")
     table.add_row("one process, all over again", *_loss_cells(result.reference_steps, result.reference.held_out))
     table.caption = (
         f"Training time without the first step, which {'compiled' if config.compile else 'warmed up'}: {first:.0f} s."

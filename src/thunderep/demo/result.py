@@ -18,6 +18,7 @@ from thunderep.demo.config import DemoConfig
 from thunderep.demo.train import Step
 from thunderep.demo.worker import Outcome, Reference
 
+HELD_OUT = ("held_out", "held_out_bf16", "held_out_fp8")
 EARLY_STEPS = 20
 LAST_STEPS = 20
 EARLY_TOLERANCE = 1e-4
@@ -88,7 +89,7 @@ class Result:
             "config": {**asdict(self.config), "out": str(self.config.out)},
             "agrees": self.agrees,
             "checks": [asdict(check) for check in self.checks],
-            "ranks": _series(self.steps) | {"held_out": self.outcomes[0].held_out},
+            "ranks": _series(self.steps) | {name: getattr(self.outcomes[0], name) for name in HELD_OUT},
             "one_process": _series(self.reference_steps) | asdict(self.reference),
             "load": self.load(),
             "samples": [outcome.sample for outcome in self.outcomes],

@@ -24,6 +24,9 @@ from thunderep.nn import ExpertParallel
 
 _TIMEOUT_SECONDS = 300
 
+_ROWS = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+"""What rows may be rounded to on their way to the experts when the trained model is evaluated."""
+
 _THREADS = 1
 """Of torch in each process: products this small gain little from more, and on a busy machine lose much."""
 
@@ -34,6 +37,10 @@ class Outcome:
 
     held_out: float
     """The trained model's loss on held-out text."""
+    held_out_bf16: float
+    """The same with the rows that experts get rounded to bfloat16."""
+    held_out_fp8: float
+    """The same with those rows sent as fp8, in a quarter of the bytes that these float32 rows have."""
     replicas_equal: bool
     """Whether the parameters that all ranks hold have the same bits on all."""
     sample: str
@@ -61,9 +68,10 @@ def rank_job(rank: int, arguments: tuple[DemoConfig, int], send: Callable[[Any],
         torch.save(model.state_dict(), config.checkpoint(rank))
         send("writing samples")
         with torch.compiler.set_stance("force_eager"):  # shapes change from call to call
-            loss, sample = evaluate(model, config, held_out, rank), generate(model, config, rank)
+            sample = generate(model, config, rank)
+            exact, bf16, fp8 = (_evaluate_as(rows, model, config, held_out, rank) for rows in _ROWS)
         send("measuring dispatch and combine")
-        send(Outcome(loss, _replicas_equal(model), sample, measure(buffer, config) if config.ranks > 1 else []))
+        send(Outcome(exact, bf16, fp8, _replicas_equal(model), sample, measure(buffer, config) if config.ranks > 1 else []))
 
 
 def reference_job(rank: int, config: DemoConfig, send: Callable[[Any], None]) -> None:
@@ -97,6 +105,25 @@ def build_model(config: DemoConfig, buffer: thunderep.Buffer) -> Model:
             layer.experts = ExpertParallel(buffer, config.model.expert_hidden)
             layer.experts.load_state_dict(initial)
     return model.to(config.device)
+
+
+def _evaluate_as(rows: torch.dtype, model: Model, config: DemoConfig, text: torch.Tensor, rank: int) -> float:
+    """The loss on `text` if the rows that experts get are rounded to a type on their way."""
+    layers = [module for module in model.modules() if isinstance(module, ExpertParallel)]
+    hooks = []
+    for layer in layers:
+        if rows == torch.float8_e4m3fn:
+            layer.dispatch_dtype = rows
+        else:
+            hooks.append(
+                layer.register_forward_pre_hook(lambda _, inputs: (inputs[0].to(rows).to(inputs[0].dtype), *inputs[1:]))
+            )
+    loss = evaluate(model, config, text, rank)
+    for hook in hooks:
+        hook.remove()
+    for layer in layers:
+        layer.dispatch_dtype = None
+    return loss
 
 
 @contextlib.contextmanager

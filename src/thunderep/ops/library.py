@@ -5,17 +5,21 @@ Buffer in one order, also under a compiler, which keeps only the order that data
 
 * operators that communicate, or wait for one that does, count as having side effects, so none is removed when unused;
 * while a graph is traced (forward and backward), each of them gets the result of the one before it on the same Buffer as
-  `after`, unless the caller passed one.
+  `after`, unless the caller passed one. What a checkpoint would compute again would come after the same result as before, and
+  so in no order with the backward; under a compiler checkpoints therefore keep what these operators return.
 """
 
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
-from torch.fx.node import has_side_effect
+from torch.fx.node import Node, has_side_effect
+from torch.utils.checkpoint import CheckpointPolicy
 
 from thunderep.runtime.transport import KINDS
 
@@ -69,6 +73,12 @@ library.define(
     "permute(Tensor x, Tensor topk_idx, int num_local_experts, SymInt capacity=-1, int alignment=1)"
     " -> (Tensor expert_x, Tensor offsets, Tensor row_id_map)"
 )
+library.define("quantize_fp8(Tensor x) -> (Tensor x_fp8, Tensor x_scales)")
+# 15 is bfloat16: not every version of PyTorch reads its name here.
+library.define(
+    "permute_fp8(Tensor x, Tensor x_scales, Tensor topk_idx, int num_local_experts, SymInt capacity=-1, int alignment=1,"
+    " ScalarType dtype=15) -> (Tensor expert_x, Tensor offsets, Tensor row_id_map)"
+)
 library.define("unpermute(Tensor expert_y, Tensor row_id_map, Tensor topk_weights) -> Tensor")
 library.define(
     "unpermute_backward(Tensor grad, Tensor expert_y, Tensor row_id_map, Tensor topk_weights)"
@@ -78,20 +88,34 @@ library.define("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor")
 
 COMMUNICATION = tuple(f"{name}{half}" for name in KINDS for half in ("", "_start", "_wait"))
 
-_last: weakref.WeakKeyDictionary[Any, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
-"""For each trace in progress, the newest result of each Buffer."""
+
+@dataclass
+class _Trace:
+    """Of a trace in progress: the newest result of each Buffer, and the nodes of the newest operation of all."""
+
+    last: dict[str, torch.Tensor] = field(default_factory=dict)
+    nodes: list[Node] = field(default_factory=list)
+
+
+_traces: weakref.WeakKeyDictionary[Any, _Trace] = weakref.WeakKeyDictionary()
 
 
 def _chain(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     """Record `func` in the graph being traced, with the result of the Buffer's previous operation as its `after`."""
     names = [argument.name for argument in func._schema.arguments]
     call = dict(zip(names, args, strict=False)) | dict(kwargs or {})
-    chain = _last.setdefault(mode.tracer, {})
-    if call.get("after") is None and call["buffer"] in chain:
-        call["after"] = chain[call["buffer"]]
+    trace = _traces.setdefault(mode.tracer, _Trace())
+    for node in trace.nodes:  # a checkpoint tags nodes once they are there, so the previous operation's have their tags by now
+        if "recompute" in node.meta:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    if call.get("after") is None and call["buffer"] in trace.last:
+        call["after"] = trace.last[call["buffer"]]
+    nodes = mode.tracer.graph.nodes
+    before = len(nodes)
     result = mode.__torch_dispatch__(func, types, (), call)
+    trace.nodes = list(islice(reversed(nodes), len(nodes) - before))
     # The last result is the smallest, and a compiled forward may have to keep it for the backward.
-    chain[call["buffer"]] = result[-1] if isinstance(result, tuple | list) else result
+    trace.last[call["buffer"]] = result[-1] if isinstance(result, tuple | list) else result
     return result
 
 

@@ -8,6 +8,7 @@ Shape legend: R rows; H hidden; K choices per row; L local experts; C `capacity`
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,21 +27,10 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def _permute_cpu(
     x: torch.Tensor, topk_idx: torch.Tensor, num_local_experts: int, capacity: int = -1, alignment: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Raises ValueError for ids outside -1..L-1 and for a capacity that is too small, besides what `_validate` finds."""
-    _validate(x, topk_idx, num_local_experts, capacity, alignment)
-    _validate_count(topk_idx, num_local_experts, alignment)
-    _validate_ids(topk_idx, num_local_experts)
-    offsets, choice, row = _group(topk_idx, num_local_experts, alignment)
-    used = int(offsets[-1]) if num_local_experts else 0
-    if capacity == -1:
-        capacity = used
-    require(capacity >= used, "capacity", capacity, f"at least {used}: the rows chosen, in groups of a multiple of {alignment}")
-    count = int(torch.count_nonzero(row >= 0))
-    choice, row = choice[:count], row[:count]
-    row_id_map = torch.full((topk_idx.numel(),), -1, dtype=torch.int32).index_copy_(0, choice, row.to(torch.int32))
-    expert_x = x.new_empty((capacity, x.shape[1]))
-    _gather(_bits(x), choice // topk_idx.shape[1], row, used, _bits(expert_x))
-    return expert_x, offsets.to(torch.int32), row_id_map.view(topk_idx.shape)
+    """Raises ValueError for ids outside -1..L-1 and for a capacity that is too small, besides what `validate` finds."""
+    validate(x, topk_idx, num_local_experts, capacity, alignment)
+    gather, offsets, row_id_map = place_cpu(topk_idx, num_local_experts, capacity, alignment)
+    return gather(x), offsets, row_id_map
 
 
 def _permute_cuda(
@@ -51,21 +41,52 @@ def _permute_cuda(
     What the CPU reports as an error cannot be known here without synchronising: ids outside -1..L-1 count as -1; choices beyond
     `capacity` are dropped, which means -1 in `row_id_map` and offsets that end at `capacity`.
     """
-    _validate(x, topk_idx, num_local_experts, capacity, alignment)
-    _validate_count(topk_idx, num_local_experts, alignment)
+    validate(x, topk_idx, num_local_experts, capacity, alignment)
+    source, offsets, row_id_map = place_cuda(topk_idx, num_local_experts, capacity, alignment)
     from thunderep.ops.kernels.permute import gather_rows
 
+    expert_x = x.new_empty((source.shape[0], x.shape[1]))
+    gather_rows(_bits(x), source, _bits(expert_x))
+    return expert_x, offsets, row_id_map
+
+
+def place_cpu(
+    topk_idx: torch.Tensor, num_local_experts: int, capacity: int, alignment: int
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Say where rows go: what brings [R, ...] into expert order, [C, ...], and `permute`'s offsets and row_id_map."""
+    _validate_count(topk_idx, num_local_experts, alignment)
+    _validate_ids(topk_idx, num_local_experts)
+    offsets, choice, row = _group(topk_idx, num_local_experts, alignment)
+    used = int(offsets[-1]) if num_local_experts else 0
+    size = used if capacity == -1 else capacity
+    require(size >= used, "capacity", size, f"at least {used}: the rows chosen, in groups of a multiple of {alignment}")
+    count = int(torch.count_nonzero(row >= 0))
+    choice, row = choice[:count], row[:count]
+    row_id_map = torch.full((topk_idx.numel(),), -1, dtype=torch.int32).index_copy_(0, choice, row.to(torch.int32))
+
+    def gather(x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty((size, x.shape[1]))
+        _gather(_bits(x), choice // topk_idx.shape[1], row, used, _bits(out))
+        return out
+
+    return gather, offsets.to(torch.int32), row_id_map.view(topk_idx.shape)
+
+
+def place_cuda(
+    topk_idx: torch.Tensor, num_local_experts: int, capacity: int, alignment: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Say where rows go: the row of x that each row of expert_x holds, int64 [C], or -1; `permute`'s offsets and row_id_map."""
+    _validate_count(topk_idx, num_local_experts, alignment)
     offsets, choice, row = _group(topk_idx, num_local_experts, alignment)
     if capacity == -1:
         capacity = int(offsets[-1].item()) if num_local_experts else 0
     row = torch.where(row < capacity, row, -1)
-    row_id_map = torch.empty(topk_idx.numel(), dtype=torch.int32, device=x.device).scatter_(0, choice, row.to(torch.int32))
+    device = topk_idx.device
+    row_id_map = torch.empty(topk_idx.numel(), dtype=torch.int32, device=device).scatter_(0, choice, row.to(torch.int32))
     # One more place than expert_x has rows: for the choices that go nowhere.
-    source = torch.full((capacity + 1,), -1, dtype=torch.int64, device=x.device)
+    source = torch.full((capacity + 1,), -1, dtype=torch.int64, device=device)
     source.scatter_(0, torch.where(row < 0, capacity, row), choice // topk_idx.shape[1])
-    expert_x = x.new_empty((capacity, x.shape[1]))
-    gather_rows(_bits(x), source[:capacity], _bits(expert_x))
-    return expert_x, offsets.clamp(max=capacity).to(torch.int32), row_id_map.view(topk_idx.shape)
+    return source[:capacity], offsets.clamp(max=capacity).to(torch.int32), row_id_map.view(topk_idx.shape)
 
 
 def _group(topk_idx: torch.Tensor, num_local_experts: int, alignment: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -106,7 +127,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(_BITS[x.dtype.itemsize])
 
 
-def _validate(x: torch.Tensor, topk_idx: torch.Tensor, num_local_experts: int, capacity: Any, alignment: int) -> None:
+def validate(x: torch.Tensor, topk_idx: torch.Tensor, num_local_experts: int, capacity: Any, alignment: int) -> None:
     """Raise ValueError for what shapes, types and devices alone tell, real or fake. Sizes that are not known yet pass."""
     require(x.dim() == 2, "x", x, "[R, H]")
     require(x.dtype.itemsize in _BITS, "x", x.dtype, "elements of 1, 2, 4 or 8 bytes")
@@ -132,10 +153,11 @@ def _validate_ids(topk_idx: torch.Tensor, num_local_experts: int) -> None:
         )
 
 
-def _fake(
+def fake(
     x: torch.Tensor, topk_idx: torch.Tensor, num_local_experts: int, capacity: Any = -1, alignment: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _validate(x, topk_idx, num_local_experts, capacity, alignment)
+    """Tensors of the shapes and types that `permute` returns."""
+    validate(x, topk_idx, num_local_experts, capacity, alignment)
     rows = torch.library.get_ctx().new_dynamic_size() if guard_or_false(capacity == -1) else capacity
     return (
         x.new_empty((rows, x.shape[1])),
@@ -150,15 +172,19 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
 
 
 def _backward(ctx: Any, grad_expert_x: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
-    """Each row of x gets the float32 sum of its copies' gradients."""
     if grad_expert_x is None:
         return None, None, None, None, None
-    (row_id_map,) = ctx.saved_tensors
+    return gradient(grad_expert_x, *ctx.saved_tensors), None, None, None, None
+
+
+def gradient(grad_expert_x: torch.Tensor, row_id_map: torch.Tensor) -> torch.Tensor:
+    """The gradient of x, [R, H]: for each row the float32 sum of its copies' gradients."""
     ones = grad_expert_x.new_ones(row_id_map.shape, dtype=torch.float32)
-    return torch.ops.thunderep.unpermute(grad_expert_x, row_id_map, ones), None, None, None, None
+    result: torch.Tensor = torch.ops.thunderep.unpermute(grad_expert_x, row_id_map, ones)
+    return result
 
 
 library.impl("permute", _permute_cpu, "CPU")
 library.impl("permute", _permute_cuda, "CUDA")
-torch.library.register_fake("thunderep::permute", _fake, lib=library)
+torch.library.register_fake("thunderep::permute", fake, lib=library)
 torch.library.register_autograd("thunderep::permute", _backward, setup_context=_setup_context, lib=library)
