@@ -6,6 +6,7 @@ Each rank puts its tokens into shared host memory once; each peer takes what it 
 
 from thunderep.api import DispatchOutput, PermuteOutput, combine, dispatch, permute, unpermute
 from thunderep.buffer import Buffer
+from thunderep.collectives import all_gather, all_reduce, reduce_scatter
 from thunderep.placement import local_experts
 from thunderep.runtime.watchdog import PeerError
 from thunderep.work import Work
@@ -18,9 +19,12 @@ __all__ = [
     "PeerError",
     "PermuteOutput",
     "Work",
+    "all_gather",
+    "all_reduce",
     "combine",
     "dispatch",
     "local_experts",
     "permute",
+    "reduce_scatter",
     "unpermute",
 ]

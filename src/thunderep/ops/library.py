@@ -41,9 +41,14 @@ library.define(
     "unpermute_backward(Tensor grad, Tensor expert_y, Tensor row_id_map, Tensor topk_weights)"
     " -> (Tensor grad_expert_y, Tensor grad_topk_weights)"
 )
+library.define("all_gather(Tensor x, str buffer, SymInt[]? sizes=None, Tensor? after=None) -> Tensor")
+library.define("reduce_scatter(Tensor y, str buffer, SymInt[]? sizes=None, Tensor? after=None) -> Tensor")
+library.define("all_reduce(Tensor x, str buffer, Tensor? after=None) -> Tensor")
 library.define("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor")
 
-COMMUNICATION = ("dispatch", "dispatch_backward", "combine", "combine_backward")
+COMMUNICATION = (
+    "dispatch", "dispatch_backward", "combine", "combine_backward", "all_gather", "reduce_scatter", "all_reduce",
+)  # fmt: skip
 
 _last: weakref.WeakKeyDictionary[Any, dict[str, torch.Tensor]] = weakref.WeakKeyDictionary()
 """For each trace in progress, the newest result of each Buffer."""

@@ -47,6 +47,7 @@ def rows_sum(
     payloads: Sequence[torch.Tensor],
     recv_topk_idx: torch.Tensor,
     is_token_in_rank: torch.Tensor,
+    sizes: int = 0,
 ) -> list[torch.Tensor]:
     """Return rows to the ranks whose tokens they are and sum them: float32, rank order, rounded once.
 
@@ -56,6 +57,7 @@ def rows_sum(
         payloads: Each [R, ...], R = N * M.
         recv_topk_idx: [R, K]: rows without a local expert need not travel.
         is_token_in_rank: [T, N] bool; rows of ranks that a token did not go to are not read.
+        sizes: See `Call`.
 
     Returns:
         For each payload [T, ...] of its type.
@@ -69,6 +71,7 @@ def rows_sum(
         DTYPES.index(payloads[0].dtype),
         payloads[0].shape[1],
         sum(p.shape[1] for p in payloads[1:]),
+        sizes=sizes,
     )
     with owner.operation() as transport:
         direct = kernels(owner, transport, call)
@@ -76,12 +79,14 @@ def rows_sum(
             return direct.combine(payloads, recv_topk_idx, is_token_in_rank)
         with transport.combine(call, payloads, owner.scratch) as received:
             return [
-                _sum(payload.unflatten(0, (owner.num_ranks, max_rows))[owner.rank], by_rank, is_token_in_rank, owner.rank)
+                sum_by_rank(
+                    payload.unflatten(0, (owner.num_ranks, max_rows))[owner.rank], by_rank, is_token_in_rank, owner.rank
+                )
                 for payload, by_rank in zip(payloads, received, strict=True)
             ]
 
 
-def _sum(own: torch.Tensor, by_rank: ByRank, is_token_in_rank: torch.Tensor, rank: int) -> torch.Tensor:
+def sum_by_rank(own: torch.Tensor, by_rank: ByRank, is_token_in_rank: torch.Tensor, rank: int) -> torch.Tensor:
     """Sum in rank order, float32, what this rank (`own`, [M, C]) and the others hold for each token, and round once."""
     if isinstance(by_rank, torch.Tensor) and by_rank.is_cuda:
         from thunderep.ops.kernels.rank_sum import rank_sum

@@ -16,7 +16,7 @@ from thunderep.runtime.futex import fence, futex_wait, futex_wake
 from thunderep.runtime.transport import KINDS, Call, agree
 from thunderep.runtime.watchdog import PeerError, Watchdog
 
-_RECORD = struct.Struct("<9q")  # an announcement: its sequence number, then the fields of a Call
+_RECORD = struct.Struct("<10q")  # an announcement: its sequence number, then the fields of a Call
 _SEQUENCE = struct.Struct("<q")
 _LOOK_SECONDS = 0.05
 _BUSY_FACTOR = 10

@@ -23,6 +23,7 @@ class Call(NamedTuple):
         topk: K, or 0 where no routing moves.
         idx_dtype: Index in `DTYPES` of the ids.
         scales: S, scale columns; -1 for none.
+        sizes: Checksum of every rank's number of rows, where callers know them; 0 where they do not.
     """
 
     kind: int
@@ -33,9 +34,10 @@ class Call(NamedTuple):
     topk: int = 0
     idx_dtype: int = 0
     scales: int = -1
+    sizes: int = 0
 
 
-KINDS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
+KINDS = ("dispatch", "combine", "dispatch_backward", "combine_backward", "all_gather", "reduce_scatter", "all_reduce")
 
 DTYPES = (
     torch.bfloat16,
@@ -118,6 +120,7 @@ def _difference(calls: Sequence[Call]) -> str:
         "kind": lambda value: KINDS[value],
         "dtype": lambda value: str(DTYPES[value]),
         "idx_dtype": lambda value: str(DTYPES[value]),
+        "sizes": lambda value: f"a list of checksum {value:#010x}",
     }
     name = next(n for n in Call._fields if n != "tokens" and len({getattr(call, n) for call in calls}) > 1)
     listed = ", ".join(f"rank {rank} has {show.get(name, str)(getattr(call, name))}" for rank, call in enumerate(calls))
