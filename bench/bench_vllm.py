@@ -40,7 +40,7 @@ Results = Sequence[dict[str, list[dict[str, Any]]]]
 
 
 def seconds(results: Results, phase: str) -> float:
-    """Median time until the last rank's end: of prefill since the first rank's start, of decoding since the last first token."""
+    """Median time until the last rank ends: of prefill since the first one began, of decoding since the last first token."""
     times: list[float] = []
     for runs in zip(*(rank[phase] for rank in results), strict=True):
         prefill = phase.startswith("prefill")

@@ -72,6 +72,11 @@ def test_gives_what_vllm_gives(name: str, two_ranks: Ranks) -> None:
     assert two_ranks.run(vllm_ranks.dispatch_and_combine, CASES[name]) == [None] * 2
 
 
+@pytest.mark.parametrize("name", ["even", "uneven", "no tokens on one rank"])
+def test_serves_what_vllm_has_around_experts(name: str, two_ranks: Ranks) -> None:
+    assert two_ranks.run(vllm_ranks.prepare_and_finalize, CASES[name]) == [None] * 2
+
+
 @pytest.mark.parametrize("name", ["even", "uneven", "no tokens on one rank", "block-scaled"])
 def test_gathers_router_logits(name: str, two_ranks: Ranks) -> None:
     assert two_ranks.run(vllm_ranks.router_logits, CASES[name]) == [None] * 2

@@ -130,6 +130,31 @@ def dispatch_and_combine(case: Case) -> str | None:
     return None if same_bits(got, want) else "combine differs"
 
 
+def prepare_and_finalize(case: Case) -> str | None:
+    """Through what vLLM's layers call around their experts, whichever of a manager's methods that calls."""
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+    from vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep import make_moe_prepare_and_finalize_naive_dp_ep
+    from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
+
+    around = make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False)
+    communicator = parallel_state.get_ep_group().device_communicator
+    x, weights, ids, _ = case.of(dist.get_rank())
+    outputs = []
+    for name in ("theirs", "ours"):
+        communicator.all2all_manager = _world[name]
+        with _step(case.sizes):
+            rows, _, _, all_ids, all_weights = around.prepare(
+                x, weights, ids, case.num_experts, None, False, FUSED_MOE_UNQUANTIZED_CONFIG
+            )
+            if dispatch_problem([rows, all_weights, all_ids], case, _local(case)):
+                return f"{name}: what experts get is wrong"
+            y = _result(case, all_ids, unread=name == "ours")
+            outputs.append(torch.empty(len(x), case.hidden, dtype=y.dtype))
+            around.finalize(outputs[-1], y, all_weights, all_ids, False, TopKWeightAndReduceNoOP())
+    return None if same_bits(*outputs) else "the layer's output differs"
+
+
 def router_logits(case: Case) -> str | None:
     """The same for experts that choose for themselves."""
     x, _, _, extra = case.of(dist.get_rank())
@@ -170,4 +195,4 @@ def stop() -> str | None:
         with contextlib.suppress(RuntimeError):
             buffer.check()
             return "a Buffer is open"
-    return None if len(buffers) > 1 else "there were no Buffers"
+    return None if buffers else "there were no Buffers"
