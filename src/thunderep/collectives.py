@@ -19,8 +19,8 @@ def all_gather(x: torch.Tensor, buffer: Buffer, sizes: Sequence[int] | None = No
     """Give every rank the rows of all ranks.
 
     Args:
-        x: [T, ...]: this rank's rows; bf16, fp16, fp32, fp8 (e4m3, e5m2), int8, uint8, int32 or int64, any strides. Only T may
-            differ from rank to rank.
+        x: [T, ...]: this rank's rows; bf16, fp16, fp32, fp64, fp8 (e4m3, e5m2, e8m0) or an integer type up to int64, any
+            strides. Only T may differ from rank to rank.
         buffer: The Buffer.
         sizes: T of every rank, in rank order, the same list on all ranks; None: all have this rank's T.
 

@@ -107,7 +107,7 @@ def test_calls_share_no_memory(buffer: thunderep.Buffer) -> None:
 
 
 WRONG: dict[str, tuple[Callable[..., torch.Tensor], tuple[Any, ...], str]] = {
-    "type": (thunderep.all_gather, (torch.ones(2, dtype=torch.float64),), "x: got torch.float64, expected one of"),
+    "type": (thunderep.all_gather, (torch.ones(2, dtype=torch.complex64),), "x: got torch.complex64, expected one of"),
     "integers to sum": (thunderep.reduce_scatter, (torch.ones(2, dtype=torch.int32),), "y: got torch.int32"),
     "no rows": (thunderep.all_gather, (torch.tensor(1.0),), "x: got shape []"),
     "device": (thunderep.all_reduce, (torch.ones(2, device="meta"),), "x: got a tensor on meta"),

@@ -79,6 +79,7 @@ def _step(sizes: Sequence[int], ubatch: int | None = None) -> Iterator[None]:
     tokens = torch.tensor(sizes, dtype=torch.int32)
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_forward_context(None, _world["config"], sizes[dist.get_rank()], tokens))
+        stack.enter_context(torch.inference_mode())  # as in vLLM's workers
         stack.enter_context(get_forward_context().dp_metadata.sp_local_sizes(1))
         if ubatch is not None:
             ubatching._THREAD_ID_TO_CONTEXT[threading.get_ident()] = ubatch

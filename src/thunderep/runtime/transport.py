@@ -49,6 +49,9 @@ DTYPES = (
     torch.uint8,
     torch.int32,
     torch.int64,
+    torch.int16,
+    torch.float64,
+    torch.float8_e8m0fnu,
 )
 
 
