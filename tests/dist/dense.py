@@ -137,6 +137,8 @@ def disagree() -> list[str]:
         calls: list[Callable[[], torch.Tensor]] = [
             lambda: thunderep.all_gather(torch.ones(2, 3 + (me == 1)), buffer),
             lambda: thunderep.all_gather(torch.ones(2, 3), buffer, [2] * (ranks - 1) + [2 - (me == 1)]),
+            lambda: thunderep.all_gather(torch.ones(2 * (me != 1), 3), buffer),
+            lambda: thunderep.all_reduce(torch.ones(2 * (me != 1)), buffer),
             lambda: (thunderep.all_reduce if me == 1 else thunderep.reduce_scatter)(torch.ones(ranks, 8), buffer),
         ]
         for call in calls:

@@ -97,7 +97,7 @@ def _all_gather(
     mine = sizes[owner.rank]
     require(len(x) == mine, "x", f"{len(x)} rows", f"{mine}, as sizes = {list(sizes)} say of rank {owner.rank}")
     shape = sum(sizes), *x.shape[1:]
-    if 0 in shape:
+    if 0 in shape[1:]:
         return x.new_empty(shape)
     return unpad_rows(_gather(owner, "all_gather", _flat(x), sizes), sizes, max(sizes)).view(shape)
 
@@ -119,7 +119,7 @@ def _reduce_scatter(
         sizes = [len(y) // owner.num_ranks] * owner.num_ranks
     require(len(y) == sum(sizes), "y", f"{len(y)} rows", f"{sum(sizes)}, as sizes = {list(sizes)} say")
     shape = sizes[owner.rank], *y.shape[1:]
-    if y.numel() == 0:
+    if 0 in shape[1:]:
         return y.new_empty(shape)
     return _scatter(owner, "reduce_scatter", pad_rows(_flat(y), sizes, max(sizes)), sizes).view(shape)
 
@@ -134,9 +134,7 @@ def _(y: torch.Tensor, buffer: str, sizes: Sequence[int] | None = None, after: t
 def _all_reduce(x: torch.Tensor, buffer: str, after: torch.Tensor | None = None) -> torch.Tensor:
     owner = lookup(buffer)
     _validate(owner, "x", x, sums=True)
-    count, width, ranks = x.numel(), min(owner.hidden, x.numel()), owner.num_ranks
-    if count == 0:
-        return x.new_empty(x.shape)
+    count, width, ranks = x.numel(), max(1, min(owner.hidden, x.numel())), owner.num_ranks
     # Two steps move fewer bytes where there are more than two ranks; small tensors gain more by a step less.
     shares = 1 if ranks <= 2 or x.nbytes <= MIN_CHUNK_BYTES else ranks
     rows = torch.nn.functional.pad(x.reshape(-1), (0, -count % (width * shares))).view(-1, width)
