@@ -26,6 +26,7 @@ class Case:
     hidden: int = 16
     staging_bytes: int | None = None
     transport: str = "shm"
+    device: str = "cpu"
     seed: int = 0
 
     def rows(self, rank: int, count: int, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -47,7 +48,7 @@ def collectives(case: Case) -> str | None:
     if group is None:
         return None
     with thunderep.Buffer(
-        group, num_experts=1, hidden=case.hidden, topk=1, max_tokens=1, device="cpu", timeout=60,
+        group, num_experts=1, hidden=case.hidden, topk=1, max_tokens=1, device=case.device, timeout=60,
         transport=case.transport, staging_bytes=case.staging_bytes,  # type: ignore[arg-type]
     ) as buffer:  # fmt: skip
         return next(filter(None, (check(case, buffer) for check in (_gathered, _scattered, _reduced, _gathered))), None)
@@ -56,19 +57,19 @@ def collectives(case: Case) -> str | None:
 def _gathered(case: Case, buffer: thunderep.Buffer) -> str | None:
     everyone = [case.rows(rank, size) for rank, size in enumerate(case.sizes)]
     got = thunderep.all_gather(_strided(case, everyone[buffer.rank]), buffer, case.sizes)
-    return None if same_bits(got, torch.cat(everyone)) else "all_gather differs"
+    return None if same_bits(got.cpu(), torch.cat(everyone)) else "all_gather differs"
 
 
 def _scattered(case: Case, buffer: thunderep.Buffer) -> str | None:
     everyone = [case.rows(rank, sum(case.sizes), _summed(case)) for rank in range(len(case.sizes))]
     got = thunderep.reduce_scatter(_strided(case, everyone[buffer.rank]), buffer, case.sizes)
-    return None if same_bits(got, rank_sum(everyone).split(case.sizes)[buffer.rank]) else "reduce_scatter differs"
+    return None if same_bits(got.cpu(), rank_sum(everyone).split(case.sizes)[buffer.rank]) else "reduce_scatter differs"
 
 
 def _reduced(case: Case, buffer: thunderep.Buffer) -> str | None:
     everyone = [case.rows(rank, case.sizes[0], _summed(case)) for rank in range(len(case.sizes))]
     got = thunderep.all_reduce(_strided(case, everyone[buffer.rank]), buffer)
-    return None if same_bits(got, rank_sum(everyone)) else "all_reduce differs"
+    return None if same_bits(got.cpu(), rank_sum(everyone)) else "all_reduce differs"
 
 
 def _summed(case: Case) -> torch.dtype:
@@ -76,7 +77,8 @@ def _summed(case: Case) -> torch.dtype:
 
 
 def _strided(case: Case, tensor: torch.Tensor) -> torch.Tensor:
-    return strided(tensor, "contiguous" if case.strides == "transposed" and tensor.dim() != 2 else case.strides)
+    how = "contiguous" if case.strides == "transposed" and tensor.dim() != 2 else case.strides
+    return strided(tensor, how).to(case.device)
 
 
 def _buffer() -> thunderep.Buffer:

@@ -29,6 +29,7 @@ class Case:
     drop: float = 0.0
     blocks: bool = True
     transport: str = "shm"
+    device: str = "cpu"
     seed: int = 0
 
     def of(self, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -90,17 +91,19 @@ def exchange(case: Case) -> str | None:
         return None
     with thunderep.Buffer(
         group, num_experts=case.num_experts, hidden=case.hidden, topk=case.topk, max_tokens=max(1, *case.sizes),
-        device="cpu", timeout=60, transport=case.transport,  # type: ignore[arg-type]
+        device=case.device, timeout=60, transport=case.transport,  # type: ignore[arg-type]
     ) as buffer:  # fmt: skip
         exchange = Exchange(buffer, case.blocks)
         x, weights, ids, extra = case.of(buffer.rank)
+        x, weights, ids, *extra = (t.to(case.device) for t in (x, weights, ids, *extra))
         got: Any = [exchange.dispatch(x, weights, ids, case.sizes, extra) for _ in range(2)]
         locals_ = [thunderep.local_experts(case.num_experts, rank, buffer.num_ranks) for rank in range(buffer.num_ranks)]
         for g in got:
-            problem = dispatch_problem([g.x, g.topk_weights, g.topk_idx, *g.extra], case, buffer.local_experts)
+            came = [t.cpu() for t in (g.x, g.topk_weights, g.topk_idx, *g.extra)]
+            problem = dispatch_problem(came, case, buffer.local_experts)
             if problem:
                 return problem
-            y = own_result(case, buffer.rank, g.topk_idx, buffer.local_experts, unread=g.routing is not None)
-            if not same_bits(exchange.combine(y, case.sizes, g.routing), combined(case, buffer.rank, locals_)):
+            y = own_result(case, buffer.rank, came[2], buffer.local_experts, unread=g.routing is not None).to(case.device)
+            if not same_bits(exchange.combine(y, case.sizes, g.routing).cpu(), combined(case, buffer.rank, locals_)):
                 return "combine differs"
     return None
