@@ -18,6 +18,7 @@ from thunderep.api import (
     unpermute,
 )
 from thunderep.buffer import Buffer
+from thunderep.collectives import all_gather, all_reduce, reduce_scatter
 from thunderep.placement import local_experts
 from thunderep.runtime.traffic import Stats
 from thunderep.runtime.watchdog import PeerError
@@ -34,11 +35,14 @@ __all__ = [
     "QuantizedOutput",
     "Stats",
     "Work",
+    "all_gather",
+    "all_reduce",
     "combine",
     "dispatch",
     "local_experts",
     "permute",
     "permute_fp8",
     "quantize_fp8",
+    "reduce_scatter",
     "unpermute",
 ]

@@ -213,6 +213,22 @@ def _problems(case: Case, rank: int, kernels: direct.Kernels) -> Iterator[str]:
             for r, tokens in enumerate(case.tokens):
                 if not same_bits(spread[r, :tokens], torch.where(in_rank[r][:, rank : rank + 1], grads[r], 0)):
                     yield f"round {operation}: spread differs in rank {r}'s rows"
+            if operation == 0:
+                yield from _dense_problems(kernels, grads, parts, rank, most)
+
+
+def _dense_problems(
+    kernels: direct.Kernels, rows: list[torch.Tensor], like: list[torch.Tensor], rank: int, most: int
+) -> Iterator[str]:
+    """Every row to every rank, and back, as dense collectives use the kernels."""
+    everywhere = [torch.ones(len(own), len(rows), dtype=torch.bool) for own in rows]
+    gathered = kernels.spread(rows[rank], everywhere[rank], most).unflatten(0, (-1, most))
+    if not all(same_bits(got[: len(sent)], sent) for got, sent in zip(gathered, rows, strict=True)):
+        yield "spread to everyone differs"
+    dense = [random_rows(tuple(p.shape), p.dtype, torch.Generator().manual_seed(r)) for r, p in enumerate(like)]
+    total = kernels.combine([dense[rank]], torch.zeros(len(dense[rank]), 1, dtype=torch.int32), everywhere[rank])[0]
+    if not same_bits(total, reference.combine(dense, everywhere)[rank]):
+        yield "combine of everything differs"
 
 
 def _results(case: Case, rank: int, operation: int, recv_idx: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""What other frameworks need to use ThunderEP; one module a framework, which imports it."""
+"""What other frameworks need to use ThunderEP. Each framework's own modules import it; nothing else does."""

@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.fx.node import Node, has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
-from thunderep.runtime.transport import KINDS
+from thunderep.runtime.transport import COLLECTIVES
 
 library = torch.library.Library("thunderep", "DEF")
 
@@ -84,9 +84,15 @@ library.define(
     "unpermute_backward(Tensor grad, Tensor expert_y, Tensor row_id_map, Tensor topk_weights)"
     " -> (Tensor grad_expert_y, Tensor grad_topk_weights)"
 )
+library.define("all_gather(Tensor x, str buffer, SymInt[]? sizes=None, Tensor? after=None) -> Tensor")
+library.define("reduce_scatter(Tensor y, str buffer, SymInt[]? sizes=None, Tensor? after=None) -> Tensor")
+library.define("all_reduce(Tensor x, str buffer, Tensor? after=None) -> Tensor")
 library.define("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor")
 
-COMMUNICATION = tuple(f"{name}{half}" for name in KINDS for half in ("", "_start", "_wait"))
+HALVED = ("dispatch", "dispatch_backward", "combine", "combine_backward")
+"""What may be started and waited for."""
+
+COMMUNICATION = (*(f"{name}{half}" for name in HALVED for half in ("", "_start", "_wait")), *COLLECTIVES)
 
 
 @dataclass

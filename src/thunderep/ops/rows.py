@@ -60,11 +60,13 @@ def kernels(owner: Buffer, transport: Transport, call: Call) -> Kernels | None:
     return None if window is None else owner.kernels
 
 
-def rows_call(owner: Buffer, kind: str, payloads: Sequence[torch.Tensor], is_token_in_rank: torch.Tensor) -> Call:
+def rows_call(
+    owner: Buffer, kind: str, payloads: Sequence[torch.Tensor], is_token_in_rank: torch.Tensor, sizes: int = 0
+) -> Call:
     """What ranks must agree on before `rows_sum`."""
     tokens, max_rows = is_token_in_rank.shape[0], payloads[0].shape[0] // owner.num_ranks
     dtype, width, beside = DTYPES.index(payloads[0].dtype), payloads[0].shape[1], sum(p.shape[1] for p in payloads[1:])
-    return Call(KINDS.index(kind), tokens, max_rows, dtype, width, beside)
+    return Call(KINDS.index(kind), tokens, max_rows, dtype, width, beside, sizes=sizes)
 
 
 def rows_sum(
@@ -89,7 +91,7 @@ def rows_sum(
         payloads = [payload.contiguous() for payload in payloads]
         with transport.combine(call, payloads, owner.scratch) as received:
             return [
-                _sum(
+                sum_by_rank(
                     payload.unflatten(0, (owner.num_ranks, call.max_tokens))[owner.rank], by_rank, is_token_in_rank, owner.rank
                 )
                 for payload, by_rank in zip(payloads, received, strict=True)
@@ -97,7 +99,7 @@ def rows_sum(
 
 
 @phase("sum")
-def _sum(own: torch.Tensor, by_rank: ByRank, is_token_in_rank: torch.Tensor, rank: int) -> torch.Tensor:
+def sum_by_rank(own: torch.Tensor, by_rank: ByRank, is_token_in_rank: torch.Tensor, rank: int) -> torch.Tensor:
     """Sum in rank order, float32, what this rank (`own`, [M, C]) and the others hold for each token, and round once."""
     if isinstance(by_rank, torch.Tensor) and by_rank.is_cuda:
         from thunderep.ops.kernels.rank_sum import rank_sum

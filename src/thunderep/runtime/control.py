@@ -18,7 +18,7 @@ from thunderep.runtime.trace import phase
 from thunderep.runtime.transport import KINDS, Call, agree
 from thunderep.runtime.watchdog import PeerError, Watchdog
 
-_RECORD = struct.Struct("<9q")  # an announcement: its sequence number, then the fields of a Call
+_RECORD = struct.Struct("<10q")  # an announcement: its sequence number, then the fields of a Call
 _SEQUENCE = struct.Struct("<q")
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ class Stats(NamedTuple):
     more than `direct` does. Replays of captured graphs pass no host and count nothing; capturing counts once.
 
     Attributes:
-        operations: How many of each kind: "dispatch", "combine", and their gradients "dispatch_backward", "combine_backward".
+        operations: How many of each kind: "dispatch", "combine", their gradients "dispatch_backward", "combine_backward", and
+            "all_gather", "reduce_scatter", "all_reduce"; one of two steps counts as those.
         bytes_sent: What this rank put down for its peers; a dispatched row counts once, however many of them read it.
         bytes_received: What its peers put down for it.
         waited: Over `shm`: by rank, the seconds for which this rank slept until that one did its part; while it waited for
@@ -51,7 +52,7 @@ class Traffic:
 
     def add(self, call: Call, peers_rows: int) -> None:
         """Count an operation in which all peers together have so many rows."""
-        kind, tokens, _, dtype, hidden, topk, idx_dtype, scales = call
+        kind, tokens, _, dtype, hidden, topk, idx_dtype, scales, _ = call
         row = hidden * _ITEM_BYTES[dtype]
         if topk:
             row += topk * (4 + _ITEM_BYTES[idx_dtype] if kind == _DISPATCH else 4)

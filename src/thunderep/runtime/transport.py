@@ -26,6 +26,7 @@ class Call(NamedTuple):
         topk: K, or 0 where no routing moves.
         idx_dtype: Index in `DTYPES` of the ids.
         scales: S, scale columns; -1 for none.
+        sizes: Checksum of every rank's number of rows, where callers know them; 0 where they do not.
     """
 
     kind: int
@@ -36,10 +37,12 @@ class Call(NamedTuple):
     topk: int = 0
     idx_dtype: int = 0
     scales: int = -1
+    sizes: int = 0
 
 
-KINDS = ("dispatch", "combine", "dispatch_backward", "combine_backward")
-OUTWARD = (True, False, False, True)
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+KINDS = ("dispatch", "combine", "dispatch_backward", "combine_backward", *COLLECTIVES)
+OUTWARD = (True, False, False, True, True, False, True)
 """Whether rows of that kind go from a token's rank to all others; else they come back to it."""
 
 DTYPES = (
@@ -52,6 +55,9 @@ DTYPES = (
     torch.uint8,
     torch.int32,
     torch.int64,
+    torch.int16,
+    torch.float64,
+    torch.float8_e8m0fnu,
 )
 
 
@@ -127,6 +133,7 @@ def _difference(calls: Sequence[Call]) -> str:
         "kind": lambda value: KINDS[value],
         "dtype": lambda value: str(DTYPES[value]),
         "idx_dtype": lambda value: str(DTYPES[value]),
+        "sizes": lambda value: f"a list of checksum {value:#010x}",
     }
     name = next(n for n in Call._fields if n != "tokens" and len({getattr(call, n) for call in calls}) > 1)
     listed = ", ".join(f"rank {rank} has {show.get(name, str)(getattr(call, name))}" for rank, call in enumerate(calls))

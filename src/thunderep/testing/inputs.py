@@ -29,7 +29,7 @@ def random_rows(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gen
     if dtype.is_floating_point:
         return torch.randn(shape, generator=generator).to(dtype)
     info = torch.iinfo(dtype)
-    return torch.randint(info.min, info.max + 1, shape, generator=generator, dtype=torch.int64).to(dtype)
+    return torch.randint(info.min, min(info.max + 1, 2**63 - 1), shape, generator=generator, dtype=torch.int64).to(dtype)
 
 
 def random_tokens(

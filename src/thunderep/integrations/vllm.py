@@ -1,0 +1,46 @@
+"""vLLM (0.26 or newer) over ThunderEP: a plugin that vLLM finds by itself, on where the environment says so.
+
+    THUNDEREP_VLLM=1 vllm serve Qwen/Qwen3-30B-A3B --data-parallel-size 4 --enable-expert-parallel
+
+vLLM's back end for expert parallelism stays "allgather_reducescatter", its default; what that does is done by ThunderEP.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import get_args
+
+from thunderep.buffer import TransportName
+
+SETTING = "THUNDEREP_VLLM"
+"""Environment variable: "1" or a transport's name switches ThunderEP on; "0" or nothing leaves vLLM as it is."""
+
+
+def transport() -> TransportName | None:
+    """The transport that the environment asks for, "auto" if it names none; None where ThunderEP is off.
+
+    Raises:
+        ValueError: The setting is none of what it may be.
+    """
+    setting = os.environ.get(SETTING, "")
+    names: tuple[TransportName, ...] = get_args(TransportName)
+    known: dict[str, TransportName | None] = {"": None, "0": None, "1": "auto", **{name: name for name in names}}
+    if setting not in known:
+        raise ValueError(f"{SETTING}: got {setting!r}, expected 0, 1 or one of {', '.join(names)}")
+    return known[setting]
+
+
+def register() -> None:
+    """Have vLLM move tokens with ThunderEP, if the environment asks for it. vLLM calls this in each of its processes.
+
+    Raises:
+        ValueError: As `transport`.
+    """
+    if transport() is None:
+        return
+    from vllm.distributed.device_communicators import all2all
+
+    from thunderep.integrations.vllm_manager import ThunderEPManager
+
+    # Communicators look this name up when they are made, which is after plugins were loaded.
+    all2all.AgRsAll2AllManager = ThunderEPManager
