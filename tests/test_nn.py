@@ -123,7 +123,7 @@ def dense(case):
 
 
 def compare(got, case):
-    rtol, atol = (1e-4, 1e-4) if case.dtype == torch.float32 else (3e-2, 6e-2)
+    rtol, atol = (1e-4, 1e-4) if case.dtype == torch.float32 else (3e-2, 8e-2)
     results, *expert_grads = dense(case)
     for rank, (steps, *got_grads) in enumerate(got):
         for step, expected in zip(steps, results[rank], strict=True):
@@ -210,7 +210,7 @@ def test_compiles_once_and_trains(two_ranks, overlap, dispatch_dtype):
 @pytest.mark.parametrize("dispatch_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("hidden", "intermediate"), [(12, 7), (64, 40)])
 def test_on_a_device(hidden, intermediate, dispatch_dtype, compiled):
-    case = Case((40,), 8, 2, torch.bfloat16, 2, hidden, intermediate, dispatch_dtype)
+    case = Case((40,), 8, 2, torch.bfloat16, 2, hidden, intermediate, dispatch_dtype=dispatch_dtype)
     with Ranks(1, backend="nccl") as ranks:
         compare(ranks.run(run_rank, case, compiled, timeout=280), case)
 

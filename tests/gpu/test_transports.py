@@ -38,7 +38,7 @@ def test_what_a_profiler_and_the_counters_see(transport: str, gpu_ranks: Callabl
     moved = programs.MOST * (2 * programs.HIDDEN + programs.TOPK * 12), programs.MOST * 2 * programs.HIDDEN
     for names, stats in found:
         assert {name.removeprefix("thunderep:") for name in names if "::" not in name} == phases[transport]
-        assert stats.operations == {"dispatch": 2, "combine": 2, "dispatch_backward": 0, "combine_backward": 0}
+        assert {kind: count for kind, count in stats.operations.items() if count} == {"dispatch": 2, "combine": 2}
         assert stats.bytes_sent == 2 * (moved[0] + (len(found) - 1) * moved[1])
         assert stats.bytes_received == 2 * (len(found) - 1) * sum(moved)
         assert stats.waited is None
