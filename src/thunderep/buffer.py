@@ -23,6 +23,7 @@ from thunderep.runtime.rendezvous import Rendezvous, compare, host_id
 from thunderep.runtime.staging import Shape
 from thunderep.runtime.traffic import Stats
 from thunderep.runtime.transport import DTYPES, Call, Transport
+from thunderep.version import __version__
 
 TransportName = Literal["auto", "dma", "direct", "shm", "collective"]
 
@@ -59,7 +60,7 @@ class Buffer:
             CUDA divides it between kernels and copy engines.
         timeout: Seconds that a peer may be silent, and that each phase of construction may take.
         name: What the operators call this Buffer, the same on all ranks and unique among the open ones; None: derived
-            from the group.
+            from the package's version and the group.
 
     Attributes:
         transport: What moves rows, the same on all ranks: "shm", "dma", "direct", "collective", or "auto" for CUDA tensors of
@@ -97,7 +98,8 @@ class Buffer:
         self.num_experts, self.hidden, self.topk, self.max_tokens = num_experts, hidden, topk, max_tokens
         self.dtype = dtype
         self.timeout = timeout
-        self.name = name if name is not None else f"thunderep.{meeting.label}"
+        # The version, as compiled graphs hold the name: PyTorch's cache must not give one that another version traced.
+        self.name = name if name is not None else f"thunderep-{__version__}.{meeting.label}"
         self._pid = os.getpid()
         self._background: Background | None = None
         self._started: dict[int, Started[Any]] = {}  # by their handle's address

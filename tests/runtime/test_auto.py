@@ -26,8 +26,8 @@ from thunderep.runtime.connect import Wish, connect
 from thunderep.runtime.plan import MAX_DEFAULT_STAGING, MIN_SLOT_BYTES, Flag
 from thunderep.runtime.rendezvous import Rendezvous, host_id
 from thunderep.runtime.staging import Shape
-from thunderep.runtime.transport import DTYPES, KINDS, Call
-from thunderep.runtime.tuning import BUILT_IN, ENVIRONMENT, Thresholds
+from thunderep.runtime.transport import COLLECTIVES, DTYPES, KINDS, OUTWARD, Call
+from thunderep.runtime.tuning import BUILT_IN, ENVIRONMENT, Thresholds, built_in
 from thunderep.runtime.window import Region
 from thunderep.testing.processes import RankError, Ranks
 
@@ -38,13 +38,23 @@ def call(kind: str, rows: int, tokens: int = 0, dtype: torch.dtype = torch.bfloa
     return Call(KINDS.index(kind), tokens, rows, DTYPES.index(dtype), SHAPE.hidden)
 
 
-@pytest.mark.parametrize(("kind", "most"), list(zip(KINDS, (1024, 4096, 4096, 1024), strict=True)))
+@pytest.mark.parametrize(
+    ("kind", "most"), [(kind, 1024 if outward else 4096) for kind, outward in zip(KINDS, OUTWARD, strict=True)]
+)
 def test_bytes_of_rows_alone_decide_who_moves_a_call(kind: str, most: int) -> None:
     limits = Thresholds(dispatch=1024, combine=4096)
     for dtype in (torch.bfloat16, torch.float32, torch.int8):
         rows = most // (SHAPE.hidden * dtype.itemsize)
         assert all(limits.take(call(kind, rows, tokens, dtype)) for tokens in (0, rows))
         assert not any(limits.take(call(kind, rows + 1, tokens, dtype)) for tokens in (0, rows))
+
+
+def test_dense_rows_are_all_needed() -> None:
+    """Where kernels move every dispatch, since few of its rows are needed, they still leave large dense calls to engines."""
+    limits = built_in(num_ranks=8, topk=4)
+    rows = (BUILT_IN.dispatch // (SHAPE.hidden * 2)) + 1
+    for kind in KINDS:
+        assert limits.take(call(kind, rows)) == (kind not in COLLECTIVES)
 
 
 @given(
@@ -252,7 +262,7 @@ def one_way_only() -> list[list[bool]]:
 
 
 def test_dma_and_direct_take_every_call(pair: Ranks) -> None:
-    assert pair.run(one_way_only) == [[[False] * 12, [True] * 12]] * 2
+    assert pair.run(one_way_only) == [[[False] * 3 * len(KINDS), [True] * 3 * len(KINDS)]] * 2
 
 
 def fallen_back(rank: int, denied: str) -> tuple[str, str, list[str]]:

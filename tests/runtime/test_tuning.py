@@ -25,11 +25,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_was_measured_is_used_on_that_machine_only(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert thresholds(GPUS) == BUILT_IN
+    assert thresholds(GPUS, 8) == BUILT_IN
     path = save(GPUS, FOUND, [{"bytes": 1}])
     assert path.parent == cache / "thunderep"
     assert [entry.name for entry in path.parent.iterdir()] == [path.name], "nothing else is left"
-    assert thresholds(GPUS) == thresholds(GPUS[::-1]) == FOUND
+    assert thresholds(GPUS, 8) == thresholds(GPUS[::-1], 8) == FOUND
     assert load(GPUS[:1]) is load(GPUS + GPUS[:1]) is load(["NVIDIA H200"] * 2) is None
     monkeypatch.setattr(tuning, "__version__", "9.9")
     assert load(GPUS) is None
@@ -39,14 +39,19 @@ def test_what_was_measured_is_used_on_that_machine_only(cache: Path, monkeypatch
     assert load(GPUS) is None
 
 
+@pytest.mark.parametrize(("num_ranks", "topk", "always"), [(2, 8, False), (4, 8, False), (4, 4, True), (8, 8, True)])
+def test_kernels_move_everything_where_few_rows_are_needed(num_ranks: int, topk: int, always: bool) -> None:
+    assert (thresholds(GPUS[:1] * num_ranks, topk) == BUILT_IN) != always
+
+
 def test_the_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     save(GPUS, FOUND, [])
     monkeypatch.setenv(ENVIRONMENT, "4096,0")
-    assert thresholds(GPUS) == (4096, 0)
+    assert thresholds(GPUS, 8) == (4096, 0)
     for wrong in ("", "4096", "a,b", "1,2,3"):
         monkeypatch.setenv(ENVIRONMENT, wrong)
         with pytest.raises(ValueError, match=f"{ENVIRONMENT}: got '{wrong}', expected bytes"):
-            thresholds(GPUS)
+            thresholds(GPUS, 8)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +77,11 @@ def test_a_corrupt_or_foreign_file_is_ignored_with_a_warning(
         path.write_text(json.dumps(content))
     else:
         path.write_text(change)
-    assert thresholds(GPUS) == BUILT_IN
+    assert thresholds(GPUS, 8) == BUILT_IN
     assert [(record.name, record.levelname) for record in caplog.records] == [("thunderep.runtime.tuning", "WARNING")]
     assert "not used" in caplog.text or "not read" in caplog.text
     save(GPUS, FOUND, [])
-    assert thresholds(GPUS) == FOUND, "tuning again repairs it"
+    assert thresholds(GPUS, 8) == FOUND, "tuning again repairs it"
 
 
 def test_a_file_that_is_not_text_or_not_readable_is_ignored(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,7 +116,7 @@ def test_without_a_valid_variable_the_cache_is_in_the_home_folder(
 
 def test_built_in_thresholds_are_mentioned_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "thunderep"):
-        assert thresholds(GPUS) == thresholds(GPUS) == BUILT_IN
+        assert thresholds(GPUS, 8) == thresholds(GPUS, 8) == BUILT_IN
     assert [record.getMessage() for record in caplog.records] == [
         "auto goes by built-in thresholds; `thunderep tune` measures those of this machine"
     ]

@@ -66,7 +66,7 @@ def connect(
     if wish.transport == "collective":
         return wish.transport, CollectiveTransport(group, Watchdog(pids))
     gpus = [answer.get("gpu", {}) for answer in answers]
-    thresholds = _FIXED.get(wish.transport) or _agree_on_thresholds(meeting, [gpu["name"] for gpu in gpus])
+    thresholds = _FIXED.get(wish.transport) or _agree_on_thresholds(meeting, [gpu["name"] for gpu in gpus], wish.shape.topk)
     try:
         return wish.transport, _through_memory(wish, meeting, pids, thresholds, [gpu.get("node") for gpu in gpus])
     except UnableError as error:
@@ -76,18 +76,18 @@ def connect(
         return "collective", CollectiveTransport(group, Watchdog(pids))
 
 
-def _agree_on_thresholds(meeting: Rendezvous, gpus: Sequence[str]) -> Thresholds:
+def _agree_on_thresholds(meeting: Rendezvous, gpus: Sequence[str], topk: int) -> Thresholds:
     """Rank 0's: where ranks would use different ones, none may."""
     answer: dict[str, Any] = {}
     if meeting.rank == 0:
         try:
-            answer["thresholds"] = tuning.thresholds(gpus)
+            answer["thresholds"] = tuning.thresholds(gpus, topk)
         except ValueError as error:
             answer["error"] = ("ValueError", str(error))
     answers = meeting.exchange("thresholds", answer)
     compare(answers, ())
     agreed = Thresholds(*answers[0]["thresholds"])
-    _log.info("auto: kernels up to %d bytes of rows a rank in a dispatch, %d in a combine; copy engines above", *agreed)
+    _log.info("auto: kernels up to %d bytes of rows a rank in a dispatch, %d in a combine; copy engines above", *agreed[:2])
     return agreed
 
 

@@ -63,7 +63,7 @@ class Shape(NamedTuple):
         if transport == "direct":
             nbytes = MAX_DEFAULT_STAGING if staging_bytes is None else staging_bytes
             return self._layout(self._least_ring, min(self._window(self.max_tokens), self.num_ranks * nbytes))
-        window = self._share(self._window(min(self.max_tokens, max(1, max(thresholds) // self.row_bytes))))
+        window = self._share(self._window(min(self.max_tokens, max(1, max(thresholds[:2]) // self.row_bytes))))
         ring = self._ring()
         nbytes = min(ring + window, MAX_DEFAULT_STAGING) if staging_bytes is None else staging_bytes
         if ring + window > nbytes:

@@ -11,13 +11,14 @@ import hashlib
 import json
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from thunderep.runtime import cuda
-from thunderep.runtime.transport import DTYPES, OUTWARD, Call
+from thunderep.runtime.transport import COLLECTIVES, DTYPES, KINDS, OUTWARD, Call
 from thunderep.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -34,16 +35,19 @@ class Thresholds(NamedTuple):
     Attributes:
         dispatch: For rows that go to experts, and for the gradient of a combine.
         combine: For rows that come back, and for the gradient of a dispatch.
+        dense: For `all_gather`, `reduce_scatter` and `all_reduce`, of which all rows are needed; None: as the others.
     """
 
     dispatch: int
     combine: int
+    dense: int | None = None
 
     def take(self, call: Call) -> bool:
         """Whether kernels move `call`. What ranks agree on decides, so all decide alike."""
-        return call.max_tokens * call.hidden * _ITEM_BYTES[call.dtype] <= (
-            self.dispatch if OUTWARD[call.kind] else self.combine
-        )
+        limit = self.dispatch if OUTWARD[call.kind] else self.combine
+        if self.dense is not None and KINDS[call.kind] in COLLECTIVES:
+            limit = self.dense
+        return call.max_tokens * call.hidden * _ITEM_BYTES[call.dtype] <= limit
 
 
 BUILT_IN = Thresholds(dispatch=4 << 20, combine=4 << 20)
@@ -51,11 +55,30 @@ BUILT_IN = Thresholds(dispatch=4 << 20, combine=4 << 20)
 4 KiB rows: kernels took 127 us for 4 MiB a rank, copy engines 152; for 8 MiB it was 280 and 254. Assumed of combine too."""
 
 
-def thresholds(gpus: Sequence[str]) -> Thresholds:
+NEEDED_SHARE = 0.7
+"""Share of the rows up to which kernels, which move only rows that are needed, are taken to beat copy engines at any size.
+
+Provisional. Source: as above; with rows under way both ways at once kernels moved 35 GB/s each way, copy engines 49.
+"""
+
+
+def built_in(num_ranks: int, topk: int) -> Thresholds:
+    """What holds where nothing was measured.
+
+    Args:
+        num_ranks: N, of which a rank needs the share 1 - (1 - 1/N)^K of the rows, if experts are chosen evenly.
+        topk: K.
+    """
+    everything = Thresholds(sys.maxsize, sys.maxsize, dense=BUILT_IN.dispatch)
+    return everything if 1 - (1 - 1 / num_ranks) ** topk <= NEEDED_SHARE else BUILT_IN
+
+
+def thresholds(gpus: Sequence[str], topk: int) -> Thresholds:
     """From the environment, else what was measured for these GPUs, else what is built in.
 
     Args:
         gpus: Name of each rank's GPU.
+        topk: K.
 
     Raises:
         ValueError: The environment variable does not hold two numbers.
@@ -70,7 +93,7 @@ def thresholds(gpus: Sequence[str]) -> Thresholds:
     found = load(gpus)
     if found is None:
         _say_untuned()
-        return BUILT_IN
+        return built_in(len(gpus), topk)
     return found
 
 
@@ -89,7 +112,7 @@ def load(gpus: Sequence[str]) -> Thresholds | None:
         found = Thresholds(**content["thresholds"])
         if content["machine"] != measured_on:
             raise ValueError("it is of another machine")
-        if not all(type(value) is int and value >= 0 for value in found):
+        if not all(type(value) is int and value >= 0 for value in found if value is not None):
             raise ValueError(f"thresholds must be integers of at least 0, got {found}")
     except (KeyError, TypeError, ValueError) as error:
         _log.warning("thresholds in %s are not used: %s: %s", path, type(error).__name__, error)
