@@ -47,7 +47,7 @@ def test_kernels_move_everything_where_few_rows_are_needed(num_ranks: int, topk:
 def test_the_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     save(GPUS, FOUND, [])
     monkeypatch.setenv(ENVIRONMENT, "4096,0")
-    assert thresholds(GPUS, 8) == (4096, 0)
+    assert thresholds(GPUS, 8) == Thresholds(4096, 0)
     for wrong in ("", "4096", "a,b", "1,2,3"):
         monkeypatch.setenv(ENVIRONMENT, wrong)
         with pytest.raises(ValueError, match=f"{ENVIRONMENT}: got '{wrong}', expected bytes"):
