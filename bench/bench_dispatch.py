@@ -20,6 +20,7 @@ from rich.progress import track
 
 import thunderep
 from bench.contenders import SHAPES, Inputs, Ours, Theirs, partial_results, verify
+from bench.link import two_way_gbps
 from bench.measure import Timings, compare
 from bench.report import Row, machine_facts, place, print_tables, write_json, write_plot
 from thunderep.testing.processes import Ranks
@@ -78,12 +79,18 @@ def main(
     ranks = ranks or (torch.cuda.device_count() if device == "cuda" else 4)
     facts = machine_facts(device) | {"ranks": ranks, "repeats": repeats}
     rival = BACKENDS[device]
-    rows = []
+    rows, gbps = [], 0.0
     points = [(name, count) for name in shape or SHAPES for count in sorted(tokens or TOKENS[device])]
     with Ranks(ranks, rival) as processes:
+        if device == "cuda":
+            facts["two_way_gbps"] = gbps = processes.run(two_way_gbps)[0]
         for name, count in track(points, "measuring", console=Console(stderr=True), transient=True):
             timings = processes.run(measure, name, count, device, repeats, timeout=600)[0]
-            rows += [Row(name, count, transport, rival, timings[transport], timings[rival]) for transport in TRANSPORTS[device]]
+            link_us = (ranks - 1) * count * SHAPES[name].hidden * 2 / gbps / 1e3 if device == "cuda" else None
+            rows += [
+                Row(name, count, transport, rival, timings[transport], timings[rival], link_us)
+                for transport in TRANSPORTS[device]
+            ]
     title = f"dispatch and combine, {ranks} ranks, {place(device)}"
     print_tables(Console(), rows, title)
     out.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """How long does a whole Mixture-of-Experts layer take, router to output, beside the same layer over torch.distributed?
 
     python -m bench.bench_moe_layer --shape qwen3-30b-a3b --tokens 64 --tokens 4096
+    python -m bench.bench_moe_layer --shape qwen3-30b-a3b --tokens 1 --tokens 64 --layers 48 --intermediate 64  # a decode step
 
 Ours with every option; torch.distributed (NCCL, gloo) one operation after another, and in halves that overlap; and the layer
 without communication, on rows that came before: what is above that is exposed communication. On CUDA graphs are replayed. With
@@ -71,7 +72,9 @@ def gathered(layer: ExpertParallel, x: torch.Tensor, routing: tuple[torch.Tensor
     return torch.cat([wait() for wait in combined])
 
 
-def layers(name: str, tokens: int, device: Device, compare: bool, stack: list[thunderep.Buffer]) -> dict[str, Layer]:
+def layers(
+    name: str, tokens: int, device: Device, intermediate: int, compare: bool, stack: list[thunderep.Buffer]
+) -> dict[str, Layer]:
     """Every way through the layer, by name, with one set of experts. Buffers that are made go onto `stack`."""
     shape = SHAPES[name]
     where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
@@ -89,7 +92,7 @@ def layers(name: str, tokens: int, device: Device, compare: bool, stack: list[th
             transport=transport,
         )
         stack.append(buffer)
-        layer = ExpertParallel(buffer, INTERMEDIATE[name]) if layer is None else layer
+        layer = ExpertParallel(buffer, intermediate) if layer is None else layer
         for overlap, fp8 in itertools.product(parts, (False, True)):
             twin = copy.copy(layer)
             twin.buffer, twin.overlap, twin.dispatch_dtype = buffer, overlap, torch.float8_e4m3fn if fp8 else None
@@ -116,13 +119,15 @@ def inputs(shape: Shape, tokens: int, device: torch.device) -> torch.Tensor:
 
 
 @torch.no_grad()
-def measure(name: str, tokens: int, device: Device, compare: bool, repeats: int, timeline: str | None) -> dict[str, float]:
+def measure(
+    name: str, tokens: int, device: Device, intermediate: int, depth: int, compare: bool, repeats: int, timeline: str | None
+) -> dict[str, float]:
     """In every rank: microseconds of each layer, the median; the slowest rank's."""
     where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     x = inputs(SHAPES[name], tokens, where)
     buffers: list[thunderep.Buffer] = []
     try:
-        found = layers(name, tokens, device, compare, buffers)
+        found = layers(name, tokens, device, intermediate, compare, buffers)
         results = {label: layer(x) for label, layer in found.items() if label != "no communication"}
         expected = next(iter(results.values()))
         for result in results.values():
@@ -132,7 +137,7 @@ def measure(name: str, tokens: int, device: Device, compare: bool, repeats: int,
             draw(runs, Path(timeline))
         elif timeline is not None:
             draw(runs, None)
-        times = layer_times(runs, repeats, where)
+        times = layer_times(runs, repeats, where, depth)
         return {label: statistics.median(taken) * 1e6 for label, taken in times.items()}
     finally:
         for buffer in buffers:
@@ -144,6 +149,8 @@ def main(
     tokens: Annotated[list[int] | None, typer.Option(min=1, help="Per rank, repeatable.")] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help="Processes; if left out, 2 on CPU and one a GPU on CUDA.")] = None,
     device: Annotated[Device | None, typer.Option(help="If left out, CUDA where there is a GPU.")] = None,
+    depth: Annotated[int, typer.Option("--layers", min=1, help="In a row, in each CUDA graph.")] = 4,
+    intermediate: Annotated[int | None, typer.Option(min=1, help="Inner size of an expert; if left out, the model's.")] = None,
     repeats: Annotated[int, typer.Option(min=2, help="Samples of each.")] = 9,
     timeline: Annotated[bool, typer.Option("--timeline", help="On CUDA, draw who runs when, for the largest size.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the picture.")] = Path("bench/results"),
@@ -164,16 +171,18 @@ def main(
             for count in sorted(tokens or TOKENS[device]):
                 last = timeline and device == "cuda" and count == max(tokens or TOKENS[device])
                 picture = str(out / f"layer-{name}-{count}.png") if last else None
-                times = processes.run(measure, name, count, device, not shared, repeats, picture, timeout=600)[0]
+                inner = intermediate or INTERMEDIATE[name]
+                arguments = (name, count, device, inner, depth, not shared, repeats, picture)
+                times = processes.run(measure, *arguments, timeout=600)[0]
                 if not table.columns:
                     for column in ("tokens", *times):
                         table.add_column(column)
                 rival = times.get(backend)
                 cells = [f"{t:,.0f}" + (f" ({rival / t:.2f})" if rival else "") for t in times.values()]
                 table.add_row(str(count), *cells)
-                rows.append({"shape": name, "tokens": count, "us": times})
+                rows.append({"shape": name, "tokens": count, "intermediate": inner, "us": times})
             console.print(table)
-    facts = machine_facts(device) | {"ranks": ranks, "share one GPU": shared, "repeats": repeats}
+    facts = machine_facts(device) | {"ranks": ranks, "share one GPU": shared, "repeats": repeats, "layers": depth}
     path = out / f"moe-layer-{device}-{ranks}-ranks.json"
     path.write_text(json.dumps({"facts": facts, "unit": "microseconds", "rows": rows}, indent=1) + "\n")
     console.print(f"wrote {path}")

@@ -14,10 +14,6 @@ SAMPLE_SECONDS = 0.1
 """About how long a sample should last: long beside the clock's resolution and the skew between ranks."""
 
 
-_LAYERS = 4
-"""Layers that a graph holds."""
-
-
 class Contender(Protocol):
     """One way to do the job."""
 
@@ -168,10 +164,22 @@ def compare(contenders: Sequence[Contender], repeats: int, device: torch.device)
     return {name: Timings(*map(Timing.of, zip(*taken, strict=True))) for name, taken in samples.items()}
 
 
-def layer_times(layers: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each, `repeats` samples in turn: on CPU as called, on CUDA as graphs replay them; the slowest rank's."""
-    runs = {name: layer if device.type == "cpu" else _captured(layer) for name, layer in layers.items()}
-    calls = 5 * (1 if device.type == "cpu" else _LAYERS)
+def layer_times(
+    layers: Mapping[str, Callable[[], object]], repeats: int, device: torch.device, depth: int
+) -> dict[str, list[float]]:
+    """Time layers in turn: on CPU as they are called, on CUDA as graphs replay them.
+
+    Args:
+        layers: What to time.
+        repeats: Samples of each.
+        device: Where their tensors are.
+        depth: Calls in a row in each graph.
+
+    Returns:
+        Seconds a call, a sample each, the slowest rank's.
+    """
+    runs = {name: layer if device.type == "cpu" else _captured(layer, depth) for name, layer in layers.items()}
+    calls = 5 * (1 if device.type == "cpu" else depth)
     samples: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for turn in range(-2, repeats):  # the first two warm up
@@ -191,11 +199,11 @@ def layer_times(layers: Mapping[str, Callable[[], object]], repeats: int, device
     return samples
 
 
-def _captured(layer: Callable[[], object]) -> Callable[[], object]:
+def _captured(layer: Callable[[], object], depth: int) -> Callable[[], object]:
     layer()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(_LAYERS):
+        for _ in range(depth):
             layer()
     return graph.replay

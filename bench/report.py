@@ -36,6 +36,7 @@ class Row:
     rival: str
     ours: Timings
     theirs: Timings
+    link_us: float | None = None
 
     def ratios(self) -> list[float]:
         """How many times faster than the rival, by medians: dispatch, combine, both."""
@@ -88,14 +89,19 @@ def print_tables(console: Console, rows: Sequence[Row], title: str) -> None:
         table.add_column("")
         for operation in Timings._fields:
             table.add_column(operation, justify="right")
+        if any(row.link_us for row in rows):
+            for operation in Timings._fields[:2]:
+                table.add_column(f"{operation} / link", justify="right")
         picked = [row for row in rows if row.shape == shape]
         for tokens in dict.fromkeys(row.tokens for row in picked):
             same = [row for row in picked if row.tokens == tokens]
             table.add_section()
             table.add_row(str(tokens), same[0].rival, *(f"{timing.median:,.0f}" for timing in same[0].theirs))
             for row in same:
-                cells = zip(row.ours, row.ratios(), strict=True)
-                table.add_row("", row.name, *(f"{timing.median:,.0f} [bold]({ratio:.2f})[/bold]" for timing, ratio in cells))
+                cells = [f"{t.median:,.0f} [bold]({ratio:.2f})[/bold]" for t, ratio in zip(row.ours, row.ratios(), strict=True)]
+                if row.link_us:
+                    cells += [f"{timing.median / row.link_us:.2f}" for timing in row.ours[:2]]
+                table.add_row("", row.name, *cells)
         console.print(table)
 
 

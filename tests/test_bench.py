@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from thunderep.testing.processes import Ranks
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,3 +63,29 @@ def test_an_unknown_shape_is_named() -> None:
     done = bench("--shape", "gpt-2")
     assert done.returncode == 2
     assert "gpt-2" in done.stderr
+
+
+def layer_of_a_small_model() -> dict[str, float]:
+    """In every rank: `bench_moe_layer` at a size that a CPU computes in no time."""
+    from bench import bench_moe_layer, contenders
+
+    contenders.SHAPES["small"] = contenders.Shape(hidden=64, num_experts=8, topk=2)
+    return bench_moe_layer.measure("small", 6, "cpu", 32, 1, True, 2, None)
+
+
+def test_every_way_through_a_layer_gives_the_same_and_is_timed() -> None:
+    with Ranks(2) as ranks:
+        (times, _) = ranks.run(layer_of_a_small_model)
+    assert list(times) == [
+        "shm", "shm, fp8", "shm, overlapped", "shm, overlapped, fp8", "gloo", "gloo, overlapped", "no communication",
+    ]  # fmt: skip
+    assert min(times.values()) > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a machine without a GPU gets")
+@pytest.mark.parametrize("module", ["bench_overlap", "bench_host"])
+def test_benchmarks_of_gpus_say_that_they_need_one(module: str) -> None:
+    command = [sys.executable, "-m", f"bench.{module}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert "needs a GPU" in done.stderr
