@@ -112,7 +112,7 @@ def dispatch(
 
     def finish(handle: torch.Tensor) -> DispatchOutput:
         wait = torch.ops.thunderep.dispatch_wait
-        return DispatchOutput(*wait(handle, received, tokens, dtype, idx_dtype, scales, buffer.name))
+        return DispatchOutput(*wait(handle, buffer.name, received, tokens, dtype, idx_dtype, scales))
 
     return Work(buffer, handle, finish)
 
@@ -149,7 +149,7 @@ def combine(
     dtype = y.dtype
 
     def finish(handle: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.ops.thunderep.combine_wait(handle, idx, in_rank, dtype, buffer.name)
+        result: torch.Tensor = torch.ops.thunderep.combine_wait(handle, buffer.name, idx, in_rank, dtype)
         return result
 
     return Work(buffer, handle, finish)

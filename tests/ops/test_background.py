@@ -45,9 +45,9 @@ def test_fakes_are_exact(buffer: thunderep.Buffer) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     x, idx, weights = inputs()
-    rest = (15, T, x.dtype, idx.dtype, 2, buffer.name)
+    rest = (buffer.name, 15, T, x.dtype, idx.dtype, 2)
     got = wait(start(x, idx, weights, E, buffer.name, 15, torch.rand(T, 2)), *rest)
-    combined = torch.ops.thunderep.combine_wait, (got[1], got[4], torch.float32, buffer.name)
+    combined = torch.ops.thunderep.combine_wait, (buffer.name, got[1], got[4], torch.float32)
     out = combined[0](torch.ops.thunderep.combine_start(got[0], got[1], got[4], buffer.name), *combined[1])
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         handle = mode.from_tensor(torch.zeros(1))
@@ -58,7 +58,7 @@ def test_fakes_are_exact(buffer: thunderep.Buffer) -> None:
 
 def test_a_handle_is_good_once(buffer: thunderep.Buffer) -> None:
     handle = start(*inputs(), E, buffer.name)
-    arguments = (handle, T, T, torch.float32, torch.int64, 0, buffer.name)
+    arguments = (handle, buffer.name, T, T, torch.float32, torch.int64, 0)
     wait(*arguments)
     with pytest.raises(RuntimeError, match=r"handle: no operation .* is under way with it"):
         wait(*arguments)

@@ -12,28 +12,24 @@ A handle is told by its address while it lives, so it must reach its wait as the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from thunderep.buffer import lookup
 from thunderep.ops import combine, dispatch
-from thunderep.ops.library import library
+from thunderep.ops.library import HALVED, library
 
 _Received = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-_Gradients = tuple[torch.Tensor, torch.Tensor]
 
 
-def _start(buffer: str, operation: Any, *tensors: torch.Tensor | None) -> torch.Tensor:
+def _start(buffer: str, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> torch.Tensor:
     """Start `operation(*tensors)` and return its handle."""
     owner = lookup(buffer)
     handle = torch.zeros(1, dtype=torch.float32, device=owner.device)
     owner.start(handle, operation, *tensors)
     return handle
-
-
-def _wait(handle: torch.Tensor, buffer: str) -> Any:
-    return lookup(buffer).finish(handle)
 
 
 def _dispatch_start(
@@ -54,105 +50,40 @@ def _dispatch_start(
     return _start(buffer, run, x, topk_idx, topk_weights, x_scales)
 
 
-def _dispatch_wait(
-    handle: torch.Tensor,
-    received: int,
-    tokens: int,
-    dtype: torch.dtype,
-    idx_dtype: torch.dtype,
-    scales: int,
-    buffer: str,
-    after: torch.Tensor | None = None,
-) -> _Received:
-    result: _Received = _wait(handle, buffer)
-    return result
-
-
 def _combine_start(
     y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str, after: torch.Tensor | None = None
 ) -> torch.Tensor:
     combine.checked(lookup(buffer), y, recv_topk_idx, is_token_in_rank)
-    return _start(buffer, lambda y, idx, in_rank: combine.run(y, idx, in_rank, buffer), y, recv_topk_idx, is_token_in_rank)
+    return _start_of(combine.run, 3)(y, recv_topk_idx, is_token_in_rank, buffer)
 
 
-def _combine_wait(
-    handle: torch.Tensor,
-    recv_topk_idx: torch.Tensor,
-    is_token_in_rank: torch.Tensor,
-    dtype: torch.dtype,
-    buffer: str,
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
-    result: torch.Tensor = _wait(handle, buffer)
-    return result
+def _start_of(run: Callable[..., Any], tensors: int) -> Callable[..., torch.Tensor]:
+    """What starts an operator that takes so many tensors, then the Buffer's name."""
+
+    def start(*arguments: Any) -> torch.Tensor:
+        buffer = arguments[tensors]
+        return _start(buffer, lambda *kept: run(*kept, buffer), *arguments[:tensors])
+
+    return start
 
 
-def _dispatch_backward_start(
-    grad_recv_x: torch.Tensor,
-    grad_recv_topk_weights: torch.Tensor,
-    recv_topk_idx: torch.Tensor,
-    is_token_in_rank: torch.Tensor,
-    buffer: str,
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
-    tensors = (grad_recv_x, grad_recv_topk_weights, recv_topk_idx, is_token_in_rank)
-    return _start(buffer, lambda x, weights, idx, in_rank: dispatch.run_backward(x, weights, idx, in_rank, buffer), *tensors)
+def _wait(handle: torch.Tensor, buffer: str, *_: Any) -> Any:
+    return lookup(buffer).finish(handle)
 
 
-def _dispatch_backward_wait(
-    handle: torch.Tensor, tokens: int, dtype: torch.dtype, buffer: str, after: torch.Tensor | None = None
-) -> _Gradients:
-    result: _Gradients = _wait(handle, buffer)
-    return result
-
-
-def _combine_backward_start(
-    grad: torch.Tensor,
-    recv_topk_idx: torch.Tensor,
-    is_token_in_rank: torch.Tensor,
-    buffer: str,
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return _start(
-        buffer,
-        lambda grad, idx, in_rank: combine.run_backward(grad, idx, in_rank, buffer),
-        grad,
-        recv_topk_idx,
-        is_token_in_rank,
-    )
-
-
-def _combine_backward_wait(
-    handle: torch.Tensor, received: int, dtype: torch.dtype, buffer: str, after: torch.Tensor | None = None
-) -> torch.Tensor:
-    result: torch.Tensor = _wait(handle, buffer)
-    return result
-
-
-@torch.library.register_fake("thunderep::dispatch_start", lib=library)
-def _(
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-    num_experts: int,
-    buffer: str,
-    max_tokens: int = -1,
-    x_scales: torch.Tensor | None = None,
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
-    dispatch.validate(lookup(buffer), x, topk_idx, topk_weights, num_experts, x_scales)
-    return x.new_empty(1, dtype=torch.float32)
+def _fake_start(first: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return first.new_empty(1, dtype=torch.float32)
 
 
 @torch.library.register_fake("thunderep::dispatch_wait", lib=library)
 def _(
     handle: torch.Tensor,
+    buffer: str,
     received: int,
     tokens: int,
     dtype: torch.dtype,
     idx_dtype: torch.dtype,
     scales: int,
-    buffer: str,
     after: torch.Tensor | None = None,
 ) -> _Received:
     owner = lookup(buffer)
@@ -165,57 +96,28 @@ def _(
     )
 
 
-@torch.library.register_fake("thunderep::combine_start", lib=library)
-def _(
-    y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str, after: torch.Tensor | None = None
-) -> torch.Tensor:
-    combine.validate(lookup(buffer), "y", y, recv_topk_idx, is_token_in_rank)
-    return y.new_empty(1, dtype=torch.float32)
-
-
 @torch.library.register_fake("thunderep::combine_wait", lib=library)
 def _(
     handle: torch.Tensor,
+    buffer: str,
     recv_topk_idx: torch.Tensor,
     is_token_in_rank: torch.Tensor,
     dtype: torch.dtype,
-    buffer: str,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return handle.new_empty(is_token_in_rank.shape[0], lookup(buffer).hidden, dtype=dtype)
 
 
-@torch.library.register_fake("thunderep::dispatch_backward_start", lib=library)
-def _(
-    grad_recv_x: torch.Tensor,
-    grad_recv_topk_weights: torch.Tensor,
-    recv_topk_idx: torch.Tensor,
-    is_token_in_rank: torch.Tensor,
-    buffer: str,
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return grad_recv_x.new_empty(1, dtype=torch.float32)
-
-
 @torch.library.register_fake("thunderep::dispatch_backward_wait", lib=library)
-def _(handle: torch.Tensor, tokens: int, dtype: torch.dtype, buffer: str, after: torch.Tensor | None = None) -> _Gradients:
+def _(
+    handle: torch.Tensor, buffer: str, tokens: int, dtype: torch.dtype, after: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     owner = lookup(buffer)
     return handle.new_empty(tokens, owner.hidden, dtype=dtype), handle.new_empty(tokens, owner.topk)
 
 
-@torch.library.register_fake("thunderep::combine_backward_start", lib=library)
-def _(
-    grad: torch.Tensor,
-    recv_topk_idx: torch.Tensor,
-    is_token_in_rank: torch.Tensor,
-    buffer: str,
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
-    return grad.new_empty(1, dtype=torch.float32)
-
-
 @torch.library.register_fake("thunderep::combine_backward_wait", lib=library)
-def _(handle: torch.Tensor, received: int, dtype: torch.dtype, buffer: str, after: torch.Tensor | None = None) -> torch.Tensor:
+def _(handle: torch.Tensor, buffer: str, received: int, dtype: torch.dtype, after: torch.Tensor | None = None) -> torch.Tensor:
     return handle.new_empty(received, lookup(buffer).hidden, dtype=dtype)
 
 
@@ -224,12 +126,12 @@ def _dispatch_start_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Ten
 
 
 def _dispatch_start_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    x, weights = torch.ops.thunderep.dispatch_backward_wait(grad, ctx.tokens, ctx.dtype, ctx.buffer)
+    x, weights = torch.ops.thunderep.dispatch_backward_wait(grad, ctx.buffer, ctx.tokens, ctx.dtype)
     return x, None, weights, None, None, None, None, None
 
 
 def _dispatch_wait_context(ctx: Any, inputs: tuple[Any, ...], output: _Received) -> None:
-    ctx.buffer = inputs[6]
+    ctx.buffer = inputs[1]
     ctx.mark_non_differentiable(output[1], output[3], output[4])
     ctx.save_for_backward(output[1], output[4])
 
@@ -246,18 +148,25 @@ def _combine_start_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tens
 
 
 def _combine_start_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    return torch.ops.thunderep.combine_backward_wait(grad, ctx.received, ctx.dtype, ctx.buffer), None, None, None, None
+    return torch.ops.thunderep.combine_backward_wait(grad, ctx.buffer, ctx.received, ctx.dtype), None, None, None, None
 
 
 def _combine_wait_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.buffer = inputs[4]
-    ctx.save_for_backward(inputs[1], inputs[2])
+    ctx.buffer = inputs[1]
+    ctx.save_for_backward(inputs[2], inputs[3])
 
 
 def _combine_wait_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    return torch.ops.thunderep.combine_backward_start(grad, *ctx.saved_tensors, ctx.buffer), None, None, None, None, None
+    handle = torch.ops.thunderep.combine_backward_start(grad, *ctx.saved_tensors, ctx.buffer)
+    return handle, None, None, None, None, None
 
 
+_STARTS = {
+    "dispatch": _dispatch_start,
+    "combine": _combine_start,
+    "dispatch_backward": _start_of(dispatch.run_backward, 4),
+    "combine_backward": _start_of(combine.run_backward, 3),
+}
 for _name, _setup, _backward in (
     ("dispatch_start", _dispatch_start_context, _dispatch_start_backward),
     ("dispatch_wait", _dispatch_wait_context, _dispatch_wait_backward),
@@ -265,12 +174,8 @@ for _name, _setup, _backward in (
     ("combine_wait", _combine_wait_context, _combine_wait_backward),
 ):
     torch.library.register_autograd(f"thunderep::{_name}", _backward, setup_context=_setup, lib=library)
-for _key in ("CPU", "CUDA"):
-    library.impl("dispatch_start", _dispatch_start, _key)
-    library.impl("dispatch_wait", _dispatch_wait, _key)
-    library.impl("combine_start", _combine_start, _key)
-    library.impl("combine_wait", _combine_wait, _key)
-    library.impl("dispatch_backward_start", _dispatch_backward_start, _key)
-    library.impl("dispatch_backward_wait", _dispatch_backward_wait, _key)
-    library.impl("combine_backward_start", _combine_backward_start, _key)
-    library.impl("combine_backward_wait", _combine_backward_wait, _key)
+for _name in HALVED:
+    torch.library.register_fake(f"thunderep::{_name}_start", _fake_start, lib=library)
+    for _key in ("CPU", "CUDA"):
+        library.impl(f"{_name}_start", _STARTS[_name], _key)
+        library.impl(f"{_name}_wait", _wait, _key)

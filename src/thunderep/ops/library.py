@@ -43,15 +43,15 @@ library.define(
     " Tensor? x_scales=None, Tensor? after=None) -> Tensor handle"
 )
 library.define(
-    "dispatch_wait(Tensor handle, SymInt received, SymInt tokens, ScalarType dtype, ScalarType idx_dtype, SymInt scales,"
-    " str buffer, Tensor? after=None)"
+    "dispatch_wait(Tensor handle, str buffer, SymInt received, SymInt tokens, ScalarType dtype, ScalarType idx_dtype,"
+    " SymInt scales, Tensor? after=None)"
     " -> (Tensor recv_x, Tensor recv_topk_idx, Tensor recv_topk_weights, Tensor recv_x_scales, Tensor is_token_in_rank)"
 )
 library.define(
     "combine_start(Tensor y, Tensor recv_topk_idx, Tensor is_token_in_rank, str buffer, Tensor? after=None) -> Tensor handle"
 )
 library.define(
-    "combine_wait(Tensor handle, Tensor recv_topk_idx, Tensor is_token_in_rank, ScalarType dtype, str buffer,"
+    "combine_wait(Tensor handle, str buffer, Tensor recv_topk_idx, Tensor is_token_in_rank, ScalarType dtype,"
     " Tensor? after=None) -> Tensor"
 )
 library.define(
@@ -59,7 +59,7 @@ library.define(
     " str buffer, Tensor? after=None) -> Tensor handle"
 )
 library.define(
-    "dispatch_backward_wait(Tensor handle, SymInt tokens, ScalarType dtype, str buffer, Tensor? after=None)"
+    "dispatch_backward_wait(Tensor handle, str buffer, SymInt tokens, ScalarType dtype, Tensor? after=None)"
     " -> (Tensor grad_x, Tensor grad_topk_weights)"
 )
 library.define(
@@ -67,7 +67,7 @@ library.define(
     " -> Tensor handle"
 )
 library.define(
-    "combine_backward_wait(Tensor handle, SymInt received, ScalarType dtype, str buffer, Tensor? after=None) -> Tensor grad_y"
+    "combine_backward_wait(Tensor handle, str buffer, SymInt received, ScalarType dtype, Tensor? after=None) -> Tensor grad_y"
 )
 library.define(
     "permute(Tensor x, Tensor topk_idx, int num_local_experts, SymInt capacity=-1, int alignment=1)"
