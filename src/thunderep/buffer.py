@@ -197,11 +197,13 @@ class Buffer:
     def operation(self) -> Operation:
         """The transport, for one operation in its turn: after all submitted ones, and one at a time."""
         transport = self._usable()
+        elsewhere = False
         if self.device.type == "cuda":
             self.check()
+            elsewhere = torch.cuda.current_device() != self.device.index
         if self._background is not None:
             self._background.join()
-        return Operation(transport, self._turn)
+        return Operation(transport, self._turn, torch.cuda.device(self.device) if elsewhere else None)
 
     def scratch(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors of the same shapes and types for use within one `operation`.
@@ -270,18 +272,22 @@ class Buffer:
 
 
 class Operation:
-    """A turn of a Buffer's transport: while it lasts no other thread has one."""
+    """A turn of a Buffer's transport: while it lasts no other thread has one, and the Buffer's GPU is the current one."""
 
-    __slots__ = ("_transport", "_turn")
+    __slots__ = ("_device", "_transport", "_turn")
 
-    def __init__(self, transport: Transport, turn: threading.Lock) -> None:
-        self._transport, self._turn = transport, turn
+    def __init__(self, transport: Transport, turn: threading.Lock, device: torch.cuda.device | None) -> None:
+        self._transport, self._turn, self._device = transport, turn, device
 
     def __enter__(self) -> Transport:
         self._turn.acquire()
+        if self._device is not None:
+            self._device.__enter__()
         return self._transport
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._device is not None:
+            self._device.__exit__(kind, error, trace)
         self._turn.release()
 
 

@@ -301,6 +301,27 @@ def started_before_capture() -> str:
     return said
 
 
+def from_another_device(transport: str) -> bool:
+    """Whether operations are right while another GPU than the Buffer's is the current one."""
+    with make(transport) as buffer:
+        own = torch.cuda.current_device()
+        right = []
+        for tokens in (1, MOST):
+            round_ = Round(buffer, tokens, 2)
+            with torch.cuda.device((own + 1) % torch.cuda.device_count()):
+                mine = everyone(5, tokens)[buffer.rank]
+                x, idx, weights = (t.to(buffer.device) for t in (mine.x, mine.topk_idx, mine.topk_weights))
+                d = thunderep.dispatch(x, idx, weights, EXPERTS, buffer)
+                out = thunderep.combine(d.recv_x, d, buffer, async_op=True).wait()
+                torch.cuda.synchronize(buffer.device)
+            tokens_of_all = everyone(5, tokens)
+            xs, ids, ws = ([getattr(t, n) for t in tokens_of_all] for n in ("x", "topk_idx", "topk_weights"))
+            received = reference.dispatch(xs, ids, ws, EXPERTS, tokens)
+            wanted = reference.combine([r[0] for r in received], [r[4] for r in received])[buffer.rank]
+            right += [same_bits(out.cpu(), wanted), round_.check(3, replay=False)]
+        return all(right)
+
+
 def soak(transport: str, operations: int) -> tuple[int, int, int, int]:
     """Eager operations: wrong ones, and growth of descriptors, of allocated GPU bytes and of resident KiB in the later half."""
     from tests.dist.failures import resources

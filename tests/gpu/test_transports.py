@@ -85,6 +85,12 @@ def test_an_operation_that_began_before_a_capture_is_named(transport: str, gpu_r
     gpu_ranks().run(programs.close)
 
 
+@pytest.mark.skipif(FEW, reason="needs another GPU")
+@TRANSPORTS
+def test_another_device_may_be_the_current_one(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
+    assert all(gpu_ranks().run(programs.from_another_device, transport))
+
+
 @TRANSPORTS
 def test_ids_out_of_range_are_reported_at_the_next_call(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
     gpu_ranks().run(programs.keep, transport)

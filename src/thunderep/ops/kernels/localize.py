@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from thunderep.ops.kernels.device import on_its_device
+
 BLOCK = 1024
 """Choices that a program looks at."""
 
@@ -57,6 +59,7 @@ def _in_rank(
         tl.store(bad, 1)
 
 
+@on_its_device
 def localize(idx: torch.Tensor, weights: torch.Tensor, experts: range) -> None:
     """Turn received global ids into local ones, in place: -1, and weight 0, where the expert is not one of `experts`.
 
@@ -70,6 +73,7 @@ def localize(idx: torch.Tensor, weights: torch.Tensor, experts: range) -> None:
             _localize[(triton.cdiv(idx.numel(), BLOCK),)](idx, weights, idx.numel(), experts.start, experts.stop, BLOCK=BLOCK)
 
 
+@on_its_device
 def in_rank(idx: torch.Tensor, bounds: torch.Tensor, bad: torch.Tensor) -> torch.Tensor:
     """Which ranks each token goes to.
 

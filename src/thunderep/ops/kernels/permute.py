@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from thunderep.ops.kernels.device import on_its_device
+
 MAX_BLOCK = 2048
 """Elements that a program moves: at 2 bytes and 4 warps, two 16-byte loads a thread."""
 
@@ -23,6 +25,7 @@ def _gather_rows(
     tl.store(out + row * columns + column, bits, mask=column < columns)
 
 
+@on_its_device
 def gather_rows(x: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
     """out[i] = x[source[i]], or zero where source[i] is -1; launched on the current stream.
 

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from thunderep.ops.kernels.device import on_its_device
+
 GROUP = 128
 """Columns that share a scale."""
 
@@ -68,6 +70,7 @@ def _quantize(
     tl.store(scales + group, scale, mask=group < groups)
 
 
+@on_its_device
 def quantize(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
     """Quantise rows; launched on the current stream.
 
@@ -113,6 +116,7 @@ def _gather_dequantized(
     tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=column < columns)
 
 
+@on_its_device
 def gather_dequantized(codes: torch.Tensor, scales: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
     """out[i] = row source[i], dequantised; zero where source[i] is -1; launched on the current stream.
 

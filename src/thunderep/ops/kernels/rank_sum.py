@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from thunderep.ops.kernels.device import on_its_device
+
 MAX_BLOCK = 2048
 """Elements of a row that a program sums at a time."""
 
@@ -40,6 +42,7 @@ def _rank_sum(
     tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=column < columns)
 
 
+@on_its_device
 def rank_sum(own: torch.Tensor, by_rank: torch.Tensor, is_token_in_rank: torch.Tensor, rank: int) -> torch.Tensor:
     """Sum what all ranks hold for this rank's tokens; launched on the current stream.
 

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from thunderep.ops.kernels.device import on_its_device
+
 MAX_BLOCK = 1024
 """Elements of a row that a program sums at a time."""
 
@@ -42,6 +44,7 @@ def _weighted_sum(
     tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=column < columns)
 
 
+@on_its_device
 def weighted_sum(y: torch.Tensor, row_id_map: torch.Tensor, weights: torch.Tensor, sum_type: torch.dtype) -> torch.Tensor:
     """Row r of the result is the sum over k of weights[r, k] * y[row_id_map[r, k]]; launched on the current stream.
 
@@ -99,6 +102,7 @@ def _weighted_sum_backward(
     tl.store(grad_weights + row * K + k, tl.sum(dot, 0).to(grad_weights.dtype.element_ty))
 
 
+@on_its_device
 def weighted_sum_backward(
     grad: torch.Tensor, y: torch.Tensor, row_id_map: torch.Tensor, weights: torch.Tensor, sum_type: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
