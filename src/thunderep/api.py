@@ -90,7 +90,8 @@ def dispatch(
         buffer: The Buffer.
         max_tokens: M, at least every rank's T and the same on every rank; None: T, which must then be equal on all ranks.
         x_scales: [T, S] float32: scales that travel with the rows of a block-scaled payload.
-        async_op: Return at once; the inputs may be changed or freed.
+        async_op: Return at once; the inputs may be changed or freed. On CUDA wait for the work before a captured graph with
+            operations of this Buffer is replayed: a replay knows nothing of what is under way.
 
     Returns:
         What this rank received, or work whose `wait()` gives it. Gradients reach x and topk_weights.
@@ -128,11 +129,10 @@ def combine(
 
     Args:
         y: [R, H] bf16, fp16 or fp32: for each row of recv_x this rank's partial result, weights applied. Rows that no
-            token chose
-            are not read.
+            token chose are not read.
         dispatched: What `dispatch` returned.
         buffer: The Buffer.
-        async_op: Return at once; y may be changed or freed.
+        async_op: As `dispatch` has it.
 
     Returns:
         [T, H] of y's type, or work whose `wait()` gives it: for each token the sum over the ranks it went to, added
