@@ -15,8 +15,8 @@ from thunderep.straight_through import straight_through
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
-_OVERLAP_BYTES = 4 << 20
-"""Bytes of a rank's rows from which on they travel in two parts. Not measured: what two more operations take, in bytes."""
+_OVERLAP_BYTES = 8 << 20
+"""Bytes of a rank's rows from which on they travel in two parts. Not measured: well above what two more operations take."""
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What `combine` can sum."""
@@ -51,7 +51,7 @@ class ExpertParallel(nn.Module):
         intermediate: I, the inner size of an expert.
         activation: What stands between the products: [C, 2 I] to [C, I].
         dtype: The parameters' type, which x must have too; None: the Buffer's.
-        overlap: Parts that the tokens are cut into; None: 2 on CUDA where a part takes longer to move than to start, else 1.
+        overlap: Parts that the tokens are cut into; None: 2 on CUDA from 8 MiB of rows a rank on, else 1.
         shared: A shared expert, [T, H] to [T, H], whose output is added; it runs while tokens travel.
         dispatch_dtype: What rows travel to the experts as: torch.float8_e4m3fn, with a scale per 128 columns, is half the bytes
             of bf16; results travel back in x's type. Gradients are those of rows that had not been rounded (straight through),
