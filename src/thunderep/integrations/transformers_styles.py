@@ -97,8 +97,9 @@ def _chosen_by_config(name: str, implementation: type[EPImplementation]) -> Any:
 def _install(style: Any, module: nn.Module, implementation: Any, mesh: DeviceMesh) -> nn.Module:
     """Puts `implementation` before the experts' own forward, which it calls, and gives both plain tensors."""
 
-    def forward(*args: torch.Tensor) -> torch.Tensor:
-        x, idx, weights = (t.to_local() if isinstance(t, DTensor) else t for t in args)
+    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        given = (hidden_states, top_k_index, top_k_weights)
+        x, idx, weights = (t.to_local() if isinstance(t, DTensor) else t for t in given)
         with style.context_around_forward(module, mesh):
             y: torch.Tensor = implementation(x, idx, weights)
         return y.to(x.dtype)
