@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -9,23 +10,50 @@ import torch
 import torch.distributed as dist
 
 
+def fields() -> set[str]:
+    """What a `DistributedConfig` of the installed transformers can say."""
+    from transformers.distributed import DistributedConfig
+
+    return {field.name for field in dataclasses.fields(DistributedConfig)}
+
+
+def thunderep_chosen(parallel: dict[str, int]) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for ThunderEP, by what the installed transformers offers."""
+    from transformers.distributed import DistributedConfig
+
+    if "ep_implementation" in fields():
+        return {"distributed_config": DistributedConfig(**parallel, ep_implementation="thunderep")}
+    if "ep_size" in fields():
+        return {"distributed_config": DistributedConfig(**parallel), "experts_implementation": "thunderep"}
+    plan = {"model.layers.*.mlp.experts": "thunderep"}
+    return {"distributed_config": DistributedConfig(tp_size=parallel["tp_size"], tp_plan=plan)}
+
+
 def load(path: str, parallel: dict[str, int]) -> Any:
     """The model at `path`, spread over all ranks."""
     rank = str(dist.get_rank())
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(dist.get_world_size())}
     from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
 
     import thunderep.integrations.transformers  # noqa: F401  registers "thunderep"
 
-    config = DistributedConfig(**parallel, ep_implementation="thunderep")
-    return AutoModelForCausalLM.from_pretrained(path, distributed_config=config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(path, **thunderep_chosen(parallel), dtype=torch.float32)
+
+
+def dispatches() -> int:
+    """How often this rank's models have dispatched tokens by ThunderEP."""
+    from thunderep.integrations.transformers import _buffers
+
+    return sum(buffer.stats().operations.get("dispatch", 0) for buffer in _buffers.values())
 
 
 def run(path: str, parallel: dict[str, int], batches: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """This rank's logits for its batch, which is the last one if there are fewer, and the gradients of all parameters."""
     model = load(path, parallel)
+    before = dispatches()
     logits, grads = forward_and_backward(model, batches[min(dist.get_rank(), len(batches) - 1)])
+    if dispatches() == before:
+        raise RuntimeError("the model reached its experts without ThunderEP")
     return logits, {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in grads.items()}
 
 

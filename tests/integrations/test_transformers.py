@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 
 from tests.integrations import programs
 from thunderep.testing.processes import Ranks
 
-transformers = pytest.importorskip("transformers", minversion="5.23")
+transformers = pytest.importorskip("transformers", minversion="5.17")
 pytest.importorskip("accelerate")
 
 SMALL: dict[str, Any] = {
@@ -35,6 +36,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 PARALLEL = {"one batch on all ranks": {"tp_size": 2, "ep_size": 2}, "a batch a rank": {"fsdp_size": 2, "ep_size": 2}}
+
+if Version(transformers.__version__) < Version("5.20"):  # which refuse it themselves
+    del PARALLEL["a batch a rank"]
+DIVIDES_TWICE = "ep_implementation" not in programs.fields()
+"""transformers before 5.23, by itself too: the gradients of experts of which FSDP has one copy."""
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -73,6 +79,8 @@ def test_logits_and_gradients_equal_one_process(kind: str, saved: str, two_ranks
         assert grads.keys() == expected[0][1].keys()
         for name, grad in grads.items():  # of the mean loss
             wanted = sum(e[1][name] for e in expected) / len(expected)
+            if DIVIDES_TWICE and kind == "a batch a rank" and ".experts." in name:
+                wanted = wanted / len(expected)
             assert torch.allclose(grad, wanted, rtol=1e-3, atol=1e-6), name
 
 

@@ -1,8 +1,14 @@
-"""Expert parallelism of transformers (5.23 or newer) over ThunderEP. Importing this module is all that it takes.
+"""Expert parallelism of transformers (5.17 or newer) over ThunderEP: import this module, and name it in the configuration.
 
 >>> import thunderep.integrations.transformers  # doctest: +SKIP
 >>> config = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="thunderep")  # doctest: +SKIP
 >>> model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", distributed_config=config)  # doctest: +SKIP
+
+`ep_implementation` is there from 5.23 on. From 5.19 to 5.22 leave it out, and give `from_pretrained` the argument
+`experts_implementation="thunderep"`. In 5.17 and 5.18 all ranks hold one batch, and the plan names it for the experts:
+
+>>> plan = {"model.layers.*.mlp.experts": "thunderep"}  # doctest: +SKIP
+>>> config = DistributedConfig(tp_size=4, tp_plan=plan)  # doctest: +SKIP
 """
 
 from __future__ import annotations
@@ -12,10 +18,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 from thunderep.api import combine, dispatch
 from thunderep.buffer import Buffer
+
+try:
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+except ImportError:
+    from thunderep.integrations.transformers_styles import EPImplementation, EPImplementationInterface
 
 _buffers: dict[tuple[Any, ...], Buffer] = {}
 """Layers of one shape share a Buffer: all ranks run them in one order."""
