@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import sys
@@ -116,6 +117,9 @@ def _run(job: Job, rank: int, arguments: Any, pipe: Connection, log: Path, paren
         pipe.send(_Failure(f"failed: {type(error).__name__}: {error}"))
     sys.stdout.flush()
     sys.stderr.flush()
+    if not status:
+        # Its lock of a progress bar, torch.compile's, would be called leaked.
+        multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
     os._exit(status)  # libraries' exit handlers may wait for peers that are gone
 
 
