@@ -82,3 +82,11 @@ def test_without_a_driver_the_first_call_says_so() -> None:
     pytest.importorskip("cuda.bindings")
     with pytest.raises(cuda.CudaError, match="cuMemHostRegister"):
         cuda.register(1 << 20, 4096)
+
+
+@pytest.mark.parametrize(("said", "queues"), [(None, 8), ("32", 32), ("1", 1), ("many", 8)])
+def test_hardware_queues_are_what_the_environment_says(said: str | None, queues: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if said is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", said)
+    assert cuda.hardware_queues() == queues

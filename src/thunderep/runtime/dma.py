@@ -40,14 +40,6 @@ class CopyEngines:
     def __init__(self, segment: arena.Segment, pinned: int, layout: arena.Layout, rank: int, device: torch.device) -> None:
         self._segment, self._pinned, self._layout, self._rank = segment, pinned, layout, rank
         self._operations = 0
-        lanes, queues = most_lanes(layout.num_ranks, GPU_WAYS), cuda.hardware_queues()
-        if queues <= lanes:
-            warnings.warn(
-                f"CUDA_DEVICE_MAX_CONNECTIONS: {queues} hardware queues for {lanes} lanes and the model's own streams: what"
-                " waits may hold up what it waits for; set it to 32 before the process first uses CUDA",
-                RuntimeWarning,
-                stacklevel=2,
-            )
         self._streams = [torch.cuda.Stream(device) for _ in range(most_lanes(layout.num_ranks, GPU_WAYS))]
         self._program = lru_cache(maxsize=256)(self._make_program)
 
@@ -91,6 +83,14 @@ class CopyEngines:
             caller.wait_stream(stream)
 
     def _make_program(self, kind: str, row_bytes: tuple[int, ...], max_rows: int, bank: int) -> list[list[_Instruction]]:
+        lanes, queues = most_lanes(self._layout.num_ranks, GPU_WAYS), cuda.hardware_queues()
+        if queues <= lanes:
+            warnings.warn(
+                f"CUDA_DEVICE_MAX_CONNECTIONS: {queues} hardware queues for {lanes} lanes and the model's own streams: what"
+                " waits may hold up what it waits for; set it to 32 before the process first uses CUDA",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         planner = plan_dispatch if kind == "dispatch" else plan_combine
         rows = [max_rows] * self._layout.num_ranks
         schedule = planner(self._rank, rows, row_bytes, max_rows, self._layout.staging, bank, GPU_WAYS)
