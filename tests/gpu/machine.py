@@ -1,6 +1,11 @@
-"""Rank processes for the GPU tests: one a GPU, or two that share the only one."""
+"""Rank processes for the GPU tests: one a GPU, up to four, or two that share the only one.
+
+RANKS=8 in the environment is for another number of them; where there are fewer GPUs, ranks share them.
+"""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -9,7 +14,8 @@ from thunderep.runtime.tuning import ENVIRONMENT
 from thunderep.testing.processes import Ranks
 
 GPUS = torch.cuda.device_count()
-FEW = GPUS < 2
+RANKS = int(os.environ.get("RANKS", max(2, min(4, GPUS))))
+FEW = GPUS < RANKS
 """Ranks that share a GPU take turns on it, milliseconds each, so the tests are shorter."""
 
 
@@ -20,5 +26,10 @@ def start(dispatch: int = 4 * 144, combine: int = 2 * 144) -> Ranks:
         dispatch: Bytes of rows up to which kernels dispatch; by default 4 rows of those in `programs`.
         combine: The same for combine; other than for dispatch, so that calls of one size go both ways.
     """
-    environment = {ENVIRONMENT: f"{dispatch},{combine}", "NCCL_P2P_DISABLE": "1"}
-    return Ranks(2, environment={SHARE: "1", **environment}) if FEW else Ranks(min(4, GPUS), "nccl", environment=environment)
+    environment = {ENVIRONMENT: f"{dispatch},{combine}", "NCCL_P2P_DISABLE": "1", SHARE: str(int(FEW))}
+    return Ranks(RANKS, "nccl", environment=environment)
+
+
+def cut(counts: tuple[int, ...]) -> tuple[int, ...]:
+    """One number a rank, of four: some of them, or all again and again."""
+    return (counts * RANKS)[:RANKS]

@@ -1,4 +1,4 @@
-"""Dense collectives, and gathered dispatch and combine, of CUDA tensors. With one GPU, two processes share it."""
+"""Dense collectives, and gathered dispatch and combine, of CUDA tensors. Where GPUs are few, ranks share them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from tests.dist import dense
+from tests.gpu.machine import cut, start
 from tests.integrations import moe
-from thunderep.runtime.gpu import SHARE
 from thunderep.testing.processes import Ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-GPUS = torch.cuda.device_count()
-TRANSPORTS = ["dma", "direct", "collective"] if GPUS > 1 else ["dma", "direct"]
+TRANSPORTS = ["dma", "direct", "collective"]
 
 DENSE = {
     "even": dense.Case((6, 6, 6, 6), row=(24,)),
@@ -32,7 +31,7 @@ GATHERED = {
 
 @pytest.fixture(scope="module")
 def gpu_ranks() -> Iterator[Callable[[], Ranks]]:
-    with Ranks(min(4, GPUS), backend="nccl") if GPUS > 1 else Ranks(2, environment={SHARE: "1"}) as ranks:
+    with start() as ranks:
         yield lambda: ranks
 
 
@@ -40,7 +39,7 @@ def gpu_ranks() -> Iterator[Callable[[], Ranks]]:
 @pytest.mark.parametrize("name", DENSE)
 def test_collectives_equal_plain_torch(name: str, transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
     ranks, case = gpu_ranks(), DENSE[name]
-    case = replace(case, sizes=case.sizes[: ranks.num_ranks], transport=transport, device="cuda")
+    case = replace(case, sizes=cut(case.sizes), transport=transport, device="cuda")
     assert ranks.run(dense.collectives, case) == [None] * ranks.num_ranks
 
 
@@ -48,5 +47,5 @@ def test_collectives_equal_plain_torch(name: str, transport: str, gpu_ranks: Cal
 @pytest.mark.parametrize("name", GATHERED)
 def test_experts_get_and_return_what_an_all_gather_has(name: str, transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
     ranks, case = gpu_ranks(), GATHERED[name]
-    case = replace(case, sizes=case.sizes[: ranks.num_ranks], transport=transport, device="cuda")
+    case = replace(case, sizes=cut(case.sizes), transport=transport, device="cuda")
     assert ranks.run(moe.exchange, case) == [None] * ranks.num_ranks

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.gpu import programs
-from tests.gpu.machine import FEW, GPUS
+from tests.gpu.machine import FEW, GPUS, RANKS
 from thunderep.runtime.gpu import SHARE
 from thunderep.runtime.tuning import ENVIRONMENT
 from thunderep.testing.processes import Ranks
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_every_size_is_timed_both_ways_and_alike_on_all_ranks() -> None:
-    with Ranks(2, environment={SHARE: "1"}) if FEW else Ranks(min(4, GPUS)) as ranks:  # gloo, as `tune` has it
+    with Ranks(RANKS, environment={SHARE: str(int(FEW))}) as ranks:  # gloo, as `tune` has it
         first, *others = ranks.run(measure, (4, 64), timeout=280)
     assert all(other == first for other in others)
     assert [(row.nbytes, row.kind) for row in first] == [(tokens * 4096, kind) for tokens in (4, 64) for kind in KINDS]

@@ -42,7 +42,8 @@ class Ranks:
 
     Args:
         num_ranks: N.
-        backend: torch.distributed's back end.
+        backend: torch.distributed's back end. With "nccl" each rank has a GPU; where there are too few, ranks share them, and
+            NCCL goes through sockets: right, but slow.
         threads: torch's threads in each process.
         environment: More environment variables for the processes.
     """
@@ -168,8 +169,11 @@ def _serve(
     torch.set_num_threads(threads)
     device = None
     if backend != "gloo":
-        torch.cuda.set_device(rank)
-        device = torch.device("cuda", rank)
+        gpus = torch.cuda.device_count()
+        if num_ranks > gpus:  # NCCL takes no two ranks on one GPU, unless it believes that they are on different hosts
+            os.environ["NCCL_HOSTID"] = f"rank {rank}"
+        device = torch.device("cuda", rank % gpus)
+        torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks, device_id=device)
     pipe.send_bytes(pickle.dumps(None))
     while True:
