@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from itertools import chain, groupby
 
 import pytest
 from hypothesis import given, settings
@@ -284,6 +286,59 @@ def test_lanes_are_as_many_as_said(num_ranks: int, ways: int) -> None:
     staging = Staging.of(num_ranks, 64 << 20)
     schedules = [p(0, [4096] * num_ranks, [4096, 64], 4096, staging, 0, ways) for p in (plan_dispatch, plan_combine)]
     assert max(len(schedule.lanes) for schedule in schedules) == (most_lanes(num_ranks, ways) if num_ranks > 1 else 1)
+
+
+@st.composite
+def streaming(draw: st.DrawFn) -> list[Call]:
+    """Two operations in a row, either up to twice as large as the staging, in one way or two."""
+    ways = draw(st.sampled_from([1, 2]))
+    num_ranks, max_rows = draw(st.integers(2, 8)), draw(st.integers(1, 40))
+    staging = Staging(Staging.slots_for(num_ranks), draw(st.integers(1, 8)) * ALIGNMENT)
+    rows = draw(st.lists(st.integers(0, max_rows), min_size=num_ranks, max_size=num_ranks))
+    widest = 2 * staging.nbytes // max_rows
+    row_bytes = draw(st.integers(1, widest)), draw(st.integers(0, 9))
+    return [
+        Call(partial(planner, ways=ways), tuple(rows), row_bytes, max_rows, staging, bank)
+        for bank, planner in enumerate(draw(st.permutations([plan_dispatch, plan_combine])))
+    ]
+
+
+@settings(max_examples=25)
+@given(streaming())
+def test_one_queue_a_rank_runs_all_in_the_order_of_issue(calls: list[Call]) -> None:
+    queues = [
+        deque(
+            step
+            for call in calls
+            for _, step in call.schedules()[rank].issue_order()
+            if not isinstance(step, Copy)
+        )
+        for rank in range(len(calls[0].rows))
+    ]
+    flags: dict[Flag, int] = defaultdict(int)
+    moved = True
+    while moved:
+        moved = False
+        for queue in queues:
+            while queue and not (isinstance(queue[0], Wait) and any(flags[flag] != queue[0].value for flag in queue[0].flags)):
+                step = queue.popleft()
+                flags.update(dict.fromkeys(step.flags, step.value))
+                moved = True
+    assert not any(queues)
+
+
+@settings(max_examples=25)
+@given(streaming())
+def test_signals_and_waits_between_two_chunks_are_issued_together(calls: list[Call]) -> None:
+    for call in calls:
+        for schedule in call.schedules():
+            order = schedule.issue_order()
+            assert [[step for i, step in order if i == lane] for lane in range(len(schedule.lanes))] == [
+                list(lane.steps) for lane in schedule.lanes
+            ]
+            runs = [lane for (lane, copies), _ in groupby(order, lambda s: (s[0], isinstance(s[1], Copy))) if not copies]
+            chunks_of = [sum(isinstance(step, Wait) for step in lane.steps) for lane in schedule.lanes]
+            assert Counter(runs) == {lane: chunks + 1 for lane, chunks in enumerate(chunks_of) if chunks}
 
 
 @pytest.mark.parametrize("planner", [plan_dispatch, plan_combine])

@@ -1,7 +1,8 @@
 """Moves rows by `dma`: executes schedules with copy engines and stream memory operations; no SM moves a byte.
 
 Each lane has a stream of its own, forked from the caller's and joined to it before the call returns, so results and
-inputs are safe in stream order as with any PyTorch operator, eager or captured. Flags are the planner's binary
+inputs are safe in stream order as with any PyTorch operator, eager or captured. Lanes are issued in turns, since CUDA may have
+streams share a hardware queue. Flags are the planner's binary
 semaphores, which come back to 0 by themselves, so a captured operation may be replayed any number of times and in any
 order that all ranks share.
 
@@ -13,17 +14,25 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from thunderep.runtime import arena, cuda
-from thunderep.runtime.plan import GPU_WAYS, Copy, Flag, Lane, Place, Wait, most_lanes, plan_combine, plan_dispatch
+from thunderep.runtime.plan import GPU_WAYS, Copy, Flag, Place, Schedule, Wait, most_lanes, plan_combine, plan_dispatch
 from thunderep.runtime.trace import phase
 
 _Copy = tuple[int, int, int, int, int]  # indices of and offsets from two base addresses, bytes
 _Instruction = cuda.Batch | _Copy
+
+
+class _Program(NamedTuple):
+    """A schedule ready to be issued."""
+
+    lanes: int
+    instructions: list[tuple[int, _Instruction]]  # with its lane's number, in the order in which to issue them
 
 
 class CopyEngines:
@@ -62,61 +71,67 @@ class CopyEngines:
     def run(self, kind: str, max_rows: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Issue a "dispatch" or a "combine", with M rows a rank, to the current stream."""
         row_bytes = tuple(t.numel() // len(t) * t.element_size() if len(t) else 0 for t in outputs)
-        lanes = self._program(kind, row_bytes, max_rows, self._operations % 2)
+        program = self._program(kind, row_bytes, max_rows, self._operations % 2)
         self._operations += 1
         bases = (0, *(t.data_ptr() for t in inputs), *(t.data_ptr() for t in outputs))
         limits = (0, *(t.numel() * t.element_size() for t in inputs))
         caller = torch.cuda.current_stream()
-        for stream, lane in zip(self._streams, lanes, strict=False):
+        streams = self._streams[: program.lanes]
+        for stream in streams:
             stream.wait_stream(caller)
-            handle = stream.cuda_stream
-            for step in lane:
-                if isinstance(step, cuda.Batch):
-                    step.issue(handle)
-                else:
-                    src, src_offset, dst, dst_offset, nbytes = step
-                    if 0 < src < len(limits):
-                        nbytes = min(nbytes, limits[src] - src_offset)
-                    if nbytes > 0:
-                        cuda.copy(bases[dst] + dst_offset, bases[src] + src_offset, nbytes, handle)
-        for stream, _ in zip(self._streams, lanes, strict=False):
+        handles = [stream.cuda_stream for stream in streams]
+        for lane, instruction in program.instructions:
+            if isinstance(instruction, cuda.Batch):
+                instruction.issue(handles[lane])
+            else:
+                src, src_offset, dst, dst_offset, nbytes = instruction
+                if 0 < src < len(limits):
+                    nbytes = min(nbytes, limits[src] - src_offset)
+                if nbytes > 0:
+                    cuda.copy(bases[dst] + dst_offset, bases[src] + src_offset, nbytes, handles[lane])
+        for stream in streams:
             caller.wait_stream(stream)
 
-    def _make_program(self, kind: str, row_bytes: tuple[int, ...], max_rows: int, bank: int) -> list[list[_Instruction]]:
+    def _make_program(self, kind: str, row_bytes: tuple[int, ...], max_rows: int, bank: int) -> _Program:
         lanes, queues = most_lanes(self._layout.num_ranks, GPU_WAYS), cuda.hardware_queues()
         if queues <= lanes:
             warnings.warn(
                 f"CUDA_DEVICE_MAX_CONNECTIONS: {queues} hardware queues for {lanes} lanes and the model's own streams: what"
-                " waits may hold up what it waits for; set it to 32 before the process first uses CUDA",
+                " waits may hold up what need not; set it to 32 before the process first uses CUDA",
                 RuntimeWarning,
                 stacklevel=2,
             )
         planner = plan_dispatch if kind == "dispatch" else plan_combine
         rows = [max_rows] * self._layout.num_ranks
         schedule = planner(self._rank, rows, row_bytes, max_rows, self._layout.staging, bank, GPU_WAYS)
-        return [self._instructions(i, lane, len(row_bytes)) for i, lane in enumerate(schedule.lanes)]
+        return _Program(len(schedule.lanes), list(self._instructions(schedule, len(row_bytes))))
 
-    def _instructions(self, number: int, lane: Lane, payloads: int) -> list[_Instruction]:
-        """The lane's steps, flags that follow each other in one batch; the first and the last tell the releaser."""
+    def _instructions(self, schedule: Schedule, payloads: int) -> Iterator[tuple[int, _Instruction]]:
+        """The steps with their lanes, in the order in which to issue them; flags that follow each other in one batch.
 
-        def locate(place: Place) -> tuple[int, int]:
-            if place.memory.kind == "staging":
-                return 0, self._segment.address + self._layout.slots(place.memory.rank) + place.offset
-            return 1 + place.memory.payload + (payloads if place.memory.kind == "output" else 0), place.offset
-
-        under_way = self._pinned + self._layout.control(self._rank, arena.CONTROL_LANES + 4 * number)
-        instructions: list[_Copy | list[cuda.Operation]] = []
-        for is_copy, steps in itertools.groupby(lane.steps, lambda step: isinstance(step, Copy)):
-            if is_copy:
-                instructions += [(*locate(s.src), *locate(s.dst), s.nbytes) for s in steps if isinstance(s, Copy)]
+        A lane's first flags and its last ones tell the releaser that it is under way, and that it no longer is.
+        """
+        left = [len(lane.steps) for lane in schedule.lanes]
+        groups = itertools.groupby(schedule.issue_order(), lambda step: (step[0], isinstance(step[1], Copy)))
+        for (lane, _), group in groups:
+            steps = [step for _, step in group]
+            first, left[lane] = left[lane] == len(schedule.lanes[lane].steps), left[lane] - len(steps)
+            copies = [step for step in steps if isinstance(step, Copy)]
+            for copy in copies:
+                yield lane, (*self._locate(copy.src, payloads), *self._locate(copy.dst, payloads), copy.nbytes)
+            if copies:
                 continue
-            flags: list[cuda.Operation] = [] if instructions else [(False, under_way, 1)]
+            under_way = self._pinned + self._layout.control(self._rank, arena.CONTROL_LANES + 4 * lane)
+            flags: list[cuda.Operation] = [(False, under_way, 1)] if first else []
             for step in steps:
                 if not isinstance(step, Copy):
                     flags += [
                         (isinstance(step, Wait), self._pinned + self._layout.flag(flag), step.value) for flag in step.flags
                     ]
-            instructions.append(flags)
-        if isinstance(instructions[-1], list):
-            instructions[-1].append((False, under_way, 0))
-        return [cuda.Batch(i) if isinstance(i, list) else i for i in instructions]
+            yield lane, cuda.Batch(flags if left[lane] else [*flags, (False, under_way, 0)])
+
+    def _locate(self, place: Place, payloads: int) -> tuple[int, int]:
+        """The index of a base address, as `run` lists them, and the offset from it."""
+        if place.memory.kind == "staging":
+            return 0, self._segment.address + self._layout.slots(place.memory.rank) + place.offset
+        return 1 + place.memory.payload + (payloads if place.memory.kind == "output" else 0), place.offset

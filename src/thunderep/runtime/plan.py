@@ -94,10 +94,15 @@ Step = Copy | Signal | Wait
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """Steps that run in order."""
+    """Steps that run in order.
+
+    Attributes:
+        turns: For each step when it is to be issued, see `Schedule.issue_order`; empty: all steps at once.
+    """
 
     name: str
     steps: tuple[Step, ...]
+    turns: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,16 @@ class Schedule:
 
     rank: int
     lanes: tuple[Lane, ...]
+
+    def issue_order(self) -> list[tuple[int, Step]]:
+        """All steps with their lanes' numbers, in an order in which a single queue could run them on every rank.
+
+        Hardware gives lanes queues that they may have to share: what waits at the head of one holds up all behind it. In
+        this order nothing that a wait depends on, on any rank, is ever behind that wait.
+        """
+        turns = [(turn, i) for i, lane in enumerate(self.lanes) for turn in lane.turns or (0,) * len(lane.steps)]
+        steps = [(i, step) for i, lane in enumerate(self.lanes) for step in lane.steps]
+        return [step for _, step in sorted(zip(turns, steps, strict=True), key=lambda pair: pair[0])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +181,17 @@ class _Piece(NamedTuple):
 
 
 class _Chunk(NamedTuple):
+    turn: int  # how many chunks took slots before
     slot: int
     at: int  # where the slot begins in the staging
     message: Message
     pieces: list[_Piece]
+
+
+class _Part(NamedTuple):
+    turn: int
+    slot: int
+    steps: list[Step]  # a wait, copies, a signal
 
 
 def dispatch_messages(owner: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int) -> tuple[Message, ...]:
@@ -252,8 +274,10 @@ def plan_combine_in_place(
     rings = [_side_by_side(messages, staging, bank) for messages in outgoing]
     if any(len(ring) > staging.slots // 2 for ring in rings):
         return None
-    send = [step for _, steps in _send(rank, len(rows), rings[rank]) for step in steps]
-    received = [step for owner in _peers(rank, len(rows)) for _, steps in _receive(rank, owner, rings[owner]) for step in steps]
+    send = [step for part in _send(rank, len(rows), rings[rank]) for step in part.steps]
+    received = [
+        step for owner in _peers(rank, len(rows)) for part in _receive(rank, owner, rings[owner]) for step in part.steps
+    ]
     copies = [step for step in received if isinstance(step, Copy)]
     receive: list[Step] = []
     if copies:
@@ -270,21 +294,37 @@ def _plan(
     for owner in reversed(_peers(rank, len(outgoing))):
         chunks[f"receive from {owner}"] = _receive(rank, owner, _ring(outgoing[owner], staging, bank))
     lanes = []
-    for name, steps in chunks.items():
+    for name, parts in chunks.items():
         count = ways if name == "send" or len(outgoing) == 2 else 1
-        by_way: list[list[Step]] = [[] for _ in range(count)]
-        for slot, chunk in steps:
+        by_way: list[list[_Part]] = [[] for _ in range(count)]
+        for part in parts:
             # By slot, so that all that comes into a slot stays in one lane, in order: a flag does not say which chunk it means.
-            by_way[slot // len(outgoing[rank]) % count] += chunk
-        lanes += [Lane(f"{name}, way {way}" if count > 1 else name, tuple(lane)) for way, lane in enumerate(by_way)]
+            by_way[part.slot // len(outgoing[rank]) % count].append(part)
+        lanes += [_lane(f"{name}, way {way}" if count > 1 else name, lane) for way, lane in enumerate(by_way)]
     lanes.insert(ways, Lane("local", local))  # after sending, while what is sent is in a CPU's cache
     return Schedule(rank, tuple(lane for lane in lanes if lane.steps))
 
 
-def _send(rank: int, num_ranks: int, ring: Iterable[_Chunk]) -> Iterator[tuple[int, list[Step]]]:
-    """For each chunk that the rank sends its slot and steps."""
-    for slot, at, message, pieces in ring:
-        yield (
+def _lane(name: str, parts: Sequence[_Part]) -> Lane:
+    """The parts one after another; signals and waits between two chunks take the same turn, so that they can be issued as one.
+
+    That turn is the earlier chunk's where it is sent, so that its readers need not wait for the next, and the later chunk's
+    where it is received, so that nothing waits for a chunk before its turn. A credit that is given a little later, or waited
+    for a little earlier, does no harm: it is needed as many turns later as the ring has slots.
+    """
+    sends, turns = name.startswith("send"), []
+    for i, part in enumerate(parts):
+        first = parts[max(0, i - 1)].turn if sends else part.turn
+        last = part.turn if sends else parts[min(i + 1, len(parts) - 1)].turn
+        turns += [first, *[part.turn] * (len(part.steps) - 2), last]
+    return Lane(name, tuple(step for part in parts for step in part.steps), tuple(turns))
+
+
+def _send(rank: int, num_ranks: int, ring: Iterable[_Chunk]) -> Iterator[_Part]:
+    """Each chunk that the rank sends."""
+    for turn, slot, at, message, pieces in ring:
+        yield _Part(
+            turn,
             slot,
             [
                 # The credit: every reader's earlier copies out of this slot are done, whatever operation they belonged to.
@@ -303,13 +343,14 @@ def _send(rank: int, num_ranks: int, ring: Iterable[_Chunk]) -> Iterator[tuple[i
         )
 
 
-def _receive(rank: int, owner: int, ring: Iterable[_Chunk]) -> Iterator[tuple[int, list[Step]]]:
-    """For each chunk that the rank receives from `owner` its slot and steps."""
-    for slot, at, message, pieces in ring:
+def _receive(rank: int, owner: int, ring: Iterable[_Chunk]) -> Iterator[_Part]:
+    """Each chunk that the rank receives from `owner`."""
+    for turn, slot, at, message, pieces in ring:
         if rank not in message.readers:
             continue
         flag = (Flag(owner, slot, rank),)
-        yield (
+        yield _Part(
+            turn,
             slot,
             [
                 Wait(flag, 1),  # the owner's chunk is in the slot
@@ -333,20 +374,20 @@ def _ring(messages: Sequence[Message], staging: Staging, bank: int) -> Iterator[
     # A slot for each message, and the others of the half by size: then a call that fits there does, however uneven it is.
     targets = [1 + max(0, half - len(messages)) * m.nbytes // total for m in messages]
     chunked = [list(_chunks(m, _chunk_bytes(m.nbytes, t, staging))) for m, t in zip(messages, targets, strict=True)]
-    position = bank * half
+    turn, first = 0, bank * half
     for c in range(max((len(chunks) for chunks in chunked), default=0)):
         for message, chunks in zip(messages, chunked, strict=True):
             if c < len(chunks):
-                slot = position % staging.slots
-                yield _Chunk(slot, slot * staging.slot_bytes, message, chunks[c])
-                position += 1
+                slot = (first + turn) % staging.slots
+                yield _Chunk(turn, slot, slot * staging.slot_bytes, message, chunks[c])
+                turn += 1
 
 
 def _side_by_side(messages: Sequence[Message], staging: Staging, bank: int) -> list[_Chunk]:
     """Chunks that fill their slots, each message's in slots that follow each other."""
     chunks = [(message, pieces) for message in messages if message.readers for pieces in _chunks(message, staging.slot_bytes)]
-    slots = range(bank * staging.slots // 2, bank * staging.slots // 2 + len(chunks))
-    return [_Chunk(slot, slot * staging.slot_bytes, *chunk) for slot, chunk in zip(slots, chunks, strict=True)]
+    first = bank * staging.slots // 2
+    return [_Chunk(i, first + i, (first + i) * staging.slot_bytes, *chunk) for i, chunk in enumerate(chunks)]
 
 
 def _chunk_bytes(nbytes: int, target: int, staging: Staging) -> int:
