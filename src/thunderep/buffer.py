@@ -7,14 +7,14 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from types import TracebackType
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
-from thunderep.background import Background, Inline, SideStream, Started, Worker
+from thunderep.pending import Pending
 from thunderep.placement import local_experts
 from thunderep.runtime.choice import MAX_RANKS, choose, gpu_facts
 from thunderep.runtime.connect import Wish, connect
@@ -101,8 +101,6 @@ class Buffer:
         # The version, as compiled graphs hold the name: PyTorch's cache must not give one that another version traced.
         self.name = name if name is not None else f"thunderep-{__version__}.{meeting.label}"
         self._pid = os.getpid()
-        self._background: Background | None = None
-        self._started: dict[int, Started[Any]] = {}  # by their handle's address
         self._turn = threading.Lock()
         answer: dict[str, Any] = {"pid": self._pid, "host": host_id()}
         try:
@@ -123,6 +121,7 @@ class Buffer:
         compare(answers, _AGREED)
         wish = Wish(choose(transport, answers), self._shape, self.device, staging_bytes, timeout)
         self.transport, self._transport = connect(wish, group, meeting, answers)
+        self._pending = Pending(self.name, self.device, self.transport)
         starts = [local_experts(num_experts, rank, self.num_ranks).start for rank in range(self.num_ranks)]
         self.expert_bounds = torch.tensor([*starts, num_experts], device=self.device)
         workspace = self.num_ranks * max_tokens * (hidden * dtype.itemsize + topk * 4) + ALIGNMENT
@@ -163,36 +162,17 @@ class Buffer:
         if _buffers.get(self.name) is self:
             del _buffers[self.name]
         self._finalizer()
-        if self._background is not None:
-            self._background.close()
-        self._started.clear()
+        self._pending.close()
 
-    def submit(self, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> Started[Any]:
-        """Start `operation(*tensors)` beside the caller, after all that were started before, on the tensors as they are now."""
+    @property
+    def pending(self) -> Pending:
+        """The operations that were started and are waited for later."""
         self._usable()
-        if self._background is None:
-            if self.device.type == "cuda":
-                self._background = SideStream(self.device)
-            else:
-                self._background = Inline() if self.transport == "collective" else Worker(self.name)
-        return self._background.submit(operation, *tensors)
-
-    def start(self, handle: torch.Tensor, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> None:
-        """As `submit`, for `finish` with the same handle."""
-        self._started[handle.data_ptr()] = self.submit(operation, *tensors)
-
-    def finish(self, handle: torch.Tensor) -> Any:
-        """Wait for what was started with this handle; what it returned."""
-        self._usable()
-        started = self._started.pop(handle.data_ptr(), None)
-        if started is None:
-            raise RuntimeError(f"handle: no operation of Buffer {self.name!r} is under way with it; wait once for each start")
-        return started.result()
+        return self._pending
 
     def is_done(self, handle: torch.Tensor) -> bool:
-        """Whether `finish` would not wait."""
-        started = self._started.get(handle.data_ptr())
-        return started is None or started.done()
+        """Whether nothing that was started with this handle is under way, as once the Buffer is closed."""
+        return self._pending.is_done(handle)
 
     def operation(self) -> Operation:
         """The transport, for one operation in its turn: after all submitted ones, and one at a time."""
@@ -201,8 +181,7 @@ class Buffer:
         if self.device.type == "cuda":
             self.check()
             elsewhere = torch.cuda.current_device() != self.device.index
-        if self._background is not None:
-            self._background.join()
+        self._pending.join()
         return Operation(transport, self._turn, torch.cuda.device(self.device) if elsewhere else None)
 
     def scratch(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
