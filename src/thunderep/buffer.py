@@ -23,6 +23,7 @@ from thunderep.runtime.rendezvous import Rendezvous, compare, host_id
 from thunderep.runtime.staging import Shape
 from thunderep.runtime.traffic import Stats
 from thunderep.runtime.transport import DTYPES, Call, Transport
+from thunderep.turn import Turn
 from thunderep.version import __version__
 
 TransportName = Literal["auto", "dma", "direct", "shm", "collective"]
@@ -174,7 +175,7 @@ class Buffer:
         """Whether nothing that was started with this handle is under way, as once the Buffer is closed."""
         return self._pending.is_done(handle)
 
-    def operation(self) -> Operation:
+    def operation(self) -> Turn:
         """The transport, for one operation in its turn: after all submitted ones, and one at a time."""
         transport = self._usable()
         elsewhere = False
@@ -182,7 +183,7 @@ class Buffer:
             self.check()
             elsewhere = torch.cuda.current_device() != self.device.index
         self._pending.join()
-        return Operation(transport, self._turn, torch.cuda.device(self.device) if elsewhere else None)
+        return Turn(transport, self._turn, torch.cuda.device(self.device) if elsewhere else None)
 
     def scratch(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors of the same shapes and types for use within one `operation`.
@@ -248,26 +249,6 @@ class Buffer:
     @property
     def _shape(self) -> Shape:
         return Shape(self.num_ranks, self.hidden, self.topk, self.max_tokens, self.dtype.itemsize)
-
-
-class Operation:
-    """A turn of a Buffer's transport: while it lasts no other thread has one, and the Buffer's GPU is the current one."""
-
-    __slots__ = ("_device", "_transport", "_turn")
-
-    def __init__(self, transport: Transport, turn: threading.Lock, device: torch.cuda.device | None) -> None:
-        self._transport, self._turn, self._device = transport, turn, device
-
-    def __enter__(self) -> Transport:
-        self._turn.acquire()
-        if self._device is not None:
-            self._device.__enter__()
-        return self._transport
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._device is not None:
-            self._device.__exit__(kind, error, trace)
-        self._turn.release()
 
 
 def lookup(name: str) -> Buffer:
