@@ -7,7 +7,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -18,13 +18,13 @@ from thunderep.pending import Pending
 from thunderep.placement import local_experts
 from thunderep.runtime.choice import MAX_RANKS, choose, gpu_facts
 from thunderep.runtime.connect import Wish, connect
-from thunderep.runtime.plan import ALIGNMENT
 from thunderep.runtime.rendezvous import Rendezvous, compare, host_id
 from thunderep.runtime.staging import Shape
 from thunderep.runtime.traffic import Stats
 from thunderep.runtime.transport import DTYPES, Call, Transport
 from thunderep.turn import Turn
 from thunderep.version import __version__
+from thunderep.workspace import Workspace
 
 TransportName = Literal["auto", "dma", "direct", "shm", "collective"]
 
@@ -125,8 +125,7 @@ class Buffer:
         self._pending = Pending(self.name, self.device, self.transport)
         starts = [local_experts(num_experts, rank, self.num_ranks).start for rank in range(self.num_ranks)]
         self.expert_bounds = torch.tensor([*starts, num_experts], device=self.device)
-        workspace = self.num_ranks * max_tokens * (hidden * dtype.itemsize + topk * 4) + ALIGNMENT
-        self._workspace = torch.empty(workspace, dtype=torch.uint8) if self.device.type == "cpu" else None
+        self.workspace = Workspace(self.num_ranks * max_tokens * (hidden * dtype.itemsize + topk * 4), self.device)
         self.bad_ids = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._bad = ctypes.c_int32.from_address(self.bad_ids.data_ptr())
         self.kernels: Any = None  # launches of `ops.direct`, once there are any
@@ -184,22 +183,6 @@ class Buffer:
             elsewhere = torch.cuda.current_device() != self.device.index
         self._pending.join()
         return Turn(transport, self._turn, torch.cuda.device(self.device) if elsewhere else None)
-
-    def scratch(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors of the same shapes and types for use within one `operation`.
-
-        On the CPU they share memory that stays: new memory would cost a page fault every 4 KiB, which is more than the copies.
-        """
-        if self._workspace is None:
-            return [torch.empty_like(tensor) for tensor in like]
-        parts, used = [], 0
-        for tensor in like:
-            part = self._workspace[used : used + tensor.nbytes]
-            if len(part) < tensor.nbytes:  # rows wider than the Buffer's dtype
-                part = torch.empty(tensor.nbytes, dtype=torch.uint8)
-            parts.append(part.view(tensor.dtype).view(tensor.shape))
-            used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        return parts
 
     def __enter__(self) -> Buffer:
         return self
