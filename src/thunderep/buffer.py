@@ -7,23 +7,24 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable
 from types import TracebackType
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
 
-from thunderep.background import Background, Inline, SideStream, Started, Worker
+from thunderep.pending import Pending
 from thunderep.placement import local_experts
 from thunderep.runtime.choice import MAX_RANKS, choose, gpu_facts
 from thunderep.runtime.connect import Wish, connect
-from thunderep.runtime.plan import ALIGNMENT
 from thunderep.runtime.rendezvous import Rendezvous, compare, host_id
 from thunderep.runtime.staging import Shape
 from thunderep.runtime.traffic import Stats
 from thunderep.runtime.transport import DTYPES, Call, Transport
+from thunderep.turn import Turn
 from thunderep.version import __version__
+from thunderep.workspace import Workspace
 
 TransportName = Literal["auto", "dma", "direct", "shm", "collective"]
 
@@ -101,8 +102,6 @@ class Buffer:
         # The version, as compiled graphs hold the name: PyTorch's cache must not give one that another version traced.
         self.name = name if name is not None else f"thunderep-{__version__}.{meeting.label}"
         self._pid = os.getpid()
-        self._background: Background | None = None
-        self._started: dict[int, Started[Any]] = {}  # by their handle's address
         self._turn = threading.Lock()
         answer: dict[str, Any] = {"pid": self._pid, "host": host_id()}
         try:
@@ -123,10 +122,10 @@ class Buffer:
         compare(answers, _AGREED)
         wish = Wish(choose(transport, answers), self._shape, self.device, staging_bytes, timeout)
         self.transport, self._transport = connect(wish, group, meeting, answers)
+        self._pending = Pending(self.name, self.device, self.transport)
         starts = [local_experts(num_experts, rank, self.num_ranks).start for rank in range(self.num_ranks)]
         self.expert_bounds = torch.tensor([*starts, num_experts], device=self.device)
-        workspace = self.num_ranks * max_tokens * (hidden * dtype.itemsize + topk * 4) + ALIGNMENT
-        self._workspace = torch.empty(workspace, dtype=torch.uint8) if self.device.type == "cpu" else None
+        self.workspace = Workspace(self.num_ranks * max_tokens * (hidden * dtype.itemsize + topk * 4), self.device)
         self.bad_ids = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self._bad = ctypes.c_int32.from_address(self.bad_ids.data_ptr())
         self.kernels: Any = None  # launches of `ops.direct`, once there are any
@@ -163,63 +162,27 @@ class Buffer:
         if _buffers.get(self.name) is self:
             del _buffers[self.name]
         self._finalizer()
-        if self._background is not None:
-            self._background.close()
-        self._started.clear()
+        self._pending.close()
 
-    def submit(self, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> Started[Any]:
-        """Start `operation(*tensors)` beside the caller, after all that were started before, on the tensors as they are now."""
+    @property
+    def pending(self) -> Pending:
+        """The operations that were started and are waited for later."""
         self._usable()
-        if self._background is None:
-            if self.device.type == "cuda":
-                self._background = SideStream(self.device)
-            else:
-                self._background = Inline() if self.transport == "collective" else Worker(self.name)
-        return self._background.submit(operation, *tensors)
-
-    def start(self, handle: torch.Tensor, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> None:
-        """As `submit`, for `finish` with the same handle."""
-        self._started[handle.data_ptr()] = self.submit(operation, *tensors)
-
-    def finish(self, handle: torch.Tensor) -> Any:
-        """Wait for what was started with this handle; what it returned."""
-        self._usable()
-        started = self._started.pop(handle.data_ptr(), None)
-        if started is None:
-            raise RuntimeError(f"handle: no operation of Buffer {self.name!r} is under way with it; wait once for each start")
-        return started.result()
+        return self._pending
 
     def is_done(self, handle: torch.Tensor) -> bool:
-        """Whether `finish` would not wait."""
-        started = self._started.get(handle.data_ptr())
-        return started is None or started.done()
+        """Whether nothing that was started with this handle is under way, as once the Buffer is closed."""
+        return self._pending.is_done(handle)
 
-    def operation(self) -> Operation:
+    def operation(self) -> Turn:
         """The transport, for one operation in its turn: after all submitted ones, and one at a time."""
         transport = self._usable()
         elsewhere = False
         if self.device.type == "cuda":
             self.check()
             elsewhere = torch.cuda.current_device() != self.device.index
-        if self._background is not None:
-            self._background.join()
-        return Operation(transport, self._turn, torch.cuda.device(self.device) if elsewhere else None)
-
-    def scratch(self, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors of the same shapes and types for use within one `operation`.
-
-        On the CPU they share memory that stays: new memory would cost a page fault every 4 KiB, which is more than the copies.
-        """
-        if self._workspace is None:
-            return [torch.empty_like(tensor) for tensor in like]
-        parts, used = [], 0
-        for tensor in like:
-            part = self._workspace[used : used + tensor.nbytes]
-            if len(part) < tensor.nbytes:  # rows wider than the Buffer's dtype
-                part = torch.empty(tensor.nbytes, dtype=torch.uint8)
-            parts.append(part.view(tensor.dtype).view(tensor.shape))
-            used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        return parts
+        self._pending.join()
+        return Turn(transport, self._turn, torch.cuda.device(self.device) if elsewhere else None)
 
     def __enter__(self) -> Buffer:
         return self
@@ -269,26 +232,6 @@ class Buffer:
     @property
     def _shape(self) -> Shape:
         return Shape(self.num_ranks, self.hidden, self.topk, self.max_tokens, self.dtype.itemsize)
-
-
-class Operation:
-    """A turn of a Buffer's transport: while it lasts no other thread has one, and the Buffer's GPU is the current one."""
-
-    __slots__ = ("_device", "_transport", "_turn")
-
-    def __init__(self, transport: Transport, turn: threading.Lock, device: torch.cuda.device | None) -> None:
-        self._transport, self._turn, self._device = transport, turn, device
-
-    def __enter__(self) -> Transport:
-        self._turn.acquire()
-        if self._device is not None:
-            self._device.__enter__()
-        return self._transport
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._device is not None:
-            self._device.__exit__(kind, error, trace)
-        self._turn.release()
 
 
 def lookup(name: str) -> Buffer:

@@ -169,7 +169,7 @@ dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, 
 failures.make()
 failures.once()
 if sys.argv[3] == "operation under way" and rank == 0:
-    failures._kept["buffer"].submit(failures.once)  # rank 1 never comes
+    failures._kept["buffer"].pending.submit(failures.once)  # rank 1 never comes
     time.sleep(0.2)
 if sys.argv[3] == "error" and rank == 0:
     raise ZeroDivisionError

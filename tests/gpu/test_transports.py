@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from tests.gpu import programs
+from tests.gpu import compiled, failures, memory, observability, programs
 from tests.gpu.machine import FEW, start
 from thunderep.testing.processes import Ranks
 
@@ -34,7 +34,7 @@ def test_a_transport_is_what_was_asked_for(transport: str, gpu_ranks: Callable[[
 def test_what_a_profiler_and_the_counters_see(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
     phases = {"dma": {"copy_engines", "localize", "sum"}, "direct": {"kernels"}}
     phases["auto"] = phases["dma"]  # so many tokens are more than the tests' thresholds
-    found = gpu_ranks().run(programs.profiled, transport)
+    found = gpu_ranks().run(observability.profiled, transport)
     moved = programs.MOST * (2 * programs.HIDDEN + programs.TOPK * 12), programs.MOST * 2 * programs.HIDDEN
     for names, stats in found:
         assert {name.removeprefix("thunderep:") for name in names if "::" not in name} == phases[transport]
@@ -61,26 +61,26 @@ def test_a_thousand_replays_with_new_data(transport: str, gpu_ranks: Callable[[]
 @pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_layer_compiles_whole(transport: str, mode: str, halves: bool, gpu_ranks: Callable[[], Ranks]) -> None:
-    found = gpu_ranks().run(programs.compiled, transport, mode, halves, timeout=280)
+    found = gpu_ranks().run(compiled.differences, transport, mode, halves, timeout=280)
     assert found == [[]] * len(found)
 
 
 @TRANSPORTS
 def test_memory_is_not_reused_while_copies_run(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
-    found = gpu_ranks().run(programs.under_pressure, transport, 30, timeout=280)
+    found = gpu_ranks().run(memory.under_pressure, transport, 30, timeout=280)
     assert found == [0] * len(found)
 
 
 @TRANSPORTS
 def test_operations_in_flight_beside_a_product(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
-    found = gpu_ranks().run(programs.in_flight, transport, 20, timeout=280)
+    found = gpu_ranks().run(memory.in_flight, transport, 20, timeout=280)
     assert found == [[]] * len(found)
 
 
 @TRANSPORTS
 def test_an_operation_that_began_before_a_capture_is_named(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
     gpu_ranks().run(programs.keep, transport)
-    for said in gpu_ranks().run(programs.started_before_capture):
+    for said in gpu_ranks().run(failures.started_before_capture):
         assert "async_op=True that began before this CUDA graph's capture" in said
     gpu_ranks().run(programs.close)
 
@@ -94,7 +94,7 @@ def test_another_device_may_be_the_current_one(transport: str, gpu_ranks: Callab
 @TRANSPORTS
 def test_ids_out_of_range_are_reported_at_the_next_call(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
     gpu_ranks().run(programs.keep, transport)
-    for said in gpu_ranks().run(programs.out_of_range):
+    for said in gpu_ranks().run(failures.out_of_range):
         assert said[0] == said[2] == "rows for True"
         assert "topk_idx: an earlier operation got ids outside -1 to 7" in said[1]
     gpu_ranks().run(programs.close)
@@ -102,9 +102,7 @@ def test_ids_out_of_range_are_reported_at_the_next_call(transport: str, gpu_rank
 
 @TRANSPORTS
 def test_nothing_grows_over_many_operations(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
-    for wrong, descriptors, on_gpu, resident in gpu_ranks().run(
-        programs.soak, transport, 4_000 if FEW else 100_000, timeout=280
-    ):
+    for wrong, descriptors, on_gpu, resident in gpu_ranks().run(memory.soak, transport, 4_000 if FEW else 100_000, timeout=280):
         assert wrong == 0
         assert descriptors <= 0
         assert on_gpu <= 0
@@ -116,7 +114,7 @@ def test_nothing_grows_over_many_operations(transport: str, gpu_ranks: Callable[
 def test_a_killed_rank_is_an_error_within_two_seconds_and_frees_the_gpu(transport: str, captured: bool) -> None:
     with start() as ranks:
         ranks.run(programs.keep, transport)
-        ranks.start(programs.until_error, captured)
+        ranks.start(failures.until_error, captured)
         time.sleep(3)
         killed = time.monotonic()
         ranks.signal(1, signal.SIGKILL)
@@ -124,7 +122,7 @@ def test_a_killed_rank_is_an_error_within_two_seconds_and_frees_the_gpu(transpor
         for kind, blamed, text, at in ranks.collect(30, others):
             assert (kind, blamed) == ("PeerError", 1), text
             assert at - killed < 2
-        ranks.start(programs.after_the_error, ranks=others)
+        ranks.start(failures.after_the_error, ranks=others)
         for said, seconds, computes in ranks.collect(30, others):
             assert said == "PeerError"
             assert seconds < 2
@@ -147,9 +145,9 @@ def test_a_stopped_rank_is_no_error(transport: str) -> None:
 @TRANSPORTS
 def test_a_silent_rank_is_named_after_the_timeout(transport: str) -> None:
     with start() as ranks:
-        ranks.run(programs.keep_impatient, transport)
+        ranks.run(failures.keep_impatient, transport)
         ranks.run(programs.once)
-        ranks.start(programs.until_error, False, ranks=[0])
+        ranks.start(failures.until_error, False, ranks=[0])
         (kind, blamed, text, _at), *_ = ranks.collect(60, [0])
         assert (kind, blamed) == ("PeerError", 1)
         assert "silent" in text
@@ -159,5 +157,5 @@ def test_a_silent_rank_is_named_after_the_timeout(transport: str) -> None:
 @TRANSPORTS
 def test_two_ranks_on_one_gpu_are_an_error_that_names_them(transport: str) -> None:
     with Ranks(2) as ranks:
-        for said in ranks.run(programs.sharing, transport):
+        for said in ranks.run(failures.sharing, transport):
             assert "device: ranks 0 and 1 have the same GPU, " in said

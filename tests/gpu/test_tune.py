@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu import programs
+from tests.gpu import observability
 from tests.gpu.machine import FEW, GPUS, RANKS
 from thunderep.runtime.gpu import SHARE
 from thunderep.runtime.tuning import ENVIRONMENT
@@ -39,5 +39,5 @@ def test_a_buffer_goes_by_what_was_measured(tmp_path: Path) -> None:
     (path,) = (tmp_path / "thunderep").iterdir()
     found = json.loads(path.read_text())["thresholds"]
     with Ranks(GPUS, "nccl", environment=environment) as ranks:
-        said = ranks.run(programs.logged_thresholds)
+        said = ranks.run(observability.logged_thresholds)
     assert all(f"up to {found['dispatch']} bytes" in text and f"{found['combine']} in a combine" in text for text in said)

@@ -28,7 +28,7 @@ def _start(buffer: str, operation: Callable[..., Any], *tensors: torch.Tensor | 
     """Start `operation(*tensors)` and return its handle."""
     owner = lookup(buffer)
     handle = torch.zeros(1, dtype=torch.float32, device=owner.device)
-    owner.start(handle, operation, *tensors)
+    owner.pending.start(handle, operation, *tensors)
     return handle
 
 
@@ -68,7 +68,7 @@ def _start_of(run: Callable[..., Any], tensors: int) -> Callable[..., torch.Tens
 
 
 def _wait(handle: torch.Tensor, buffer: str, *_: Any) -> Any:
-    return lookup(buffer).finish(handle)
+    return lookup(buffer).pending.finish(handle)
 
 
 def _fake_start(first: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

@@ -89,7 +89,7 @@ def rows_sum(
         if direct is not None:
             return direct.combine(payloads, recv_topk_idx, is_token_in_rank)
         payloads = [payload.contiguous() for payload in payloads]
-        with transport.combine(call, payloads, owner.scratch) as received:
+        with transport.combine(call, payloads, owner.workspace.like) as received:
             return [
                 sum_by_rank(
                     payload.unflatten(0, (owner.num_ranks, call.max_tokens))[owner.rank], by_rank, is_token_in_rank, owner.rank
