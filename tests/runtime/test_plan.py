@@ -307,12 +307,7 @@ def streaming(draw: st.DrawFn) -> list[Call]:
 @given(streaming())
 def test_one_queue_a_rank_runs_all_in_the_order_of_issue(calls: list[Call]) -> None:
     queues = [
-        deque(
-            step
-            for call in calls
-            for _, step in call.schedules()[rank].issue_order()
-            if not isinstance(step, Copy)
-        )
+        deque(step for call in calls for _, step in call.schedules()[rank].issue_order() if not isinstance(step, Copy))
         for rank in range(len(calls[0].rows))
     ]
     flags: dict[Flag, int] = defaultdict(int)
