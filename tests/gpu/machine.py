@@ -19,14 +19,15 @@ FEW = GPUS < RANKS
 """Ranks that share a GPU take turns on it, milliseconds each, so the tests are shorter."""
 
 
-def start(dispatch: int = 4 * 144, combine: int = 2 * 144) -> Ranks:
+def start(dispatch: int = 4 * 144, combine: int = 2 * 144, **more: str) -> Ranks:
     """Ranks for which NCCL has no peer access, and whose `auto` goes both ways within the sizes of the tests.
 
     Args:
         dispatch: Bytes of rows up to which kernels dispatch; by default 4 rows of those in `programs`.
         combine: The same for combine; other than for dispatch, so that calls of one size go both ways.
+        more: Further environment variables.
     """
-    environment = {ENVIRONMENT: f"{dispatch},{combine}", "NCCL_P2P_DISABLE": "1", SHARE: str(int(FEW))}
+    environment = {ENVIRONMENT: f"{dispatch},{combine}", "NCCL_P2P_DISABLE": "1", SHARE: str(int(FEW)), **more}
     return Ranks(RANKS, "nccl", environment=environment)
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import thunderep
 from thunderep import reference
+from thunderep.runtime.plan import MIN_SLOT_BYTES, Staging
 from thunderep.testing.inputs import Tokens, random_tokens, same_bits
 
 EXPERTS, HIDDEN, TOPK, MOST = 8, 72, 3, 16
@@ -30,6 +31,16 @@ def make(transport: str, **options: Any) -> thunderep.Buffer:
         "timeout": 30.0,
     }
     return thunderep.Buffer(**arguments | options)
+
+
+def many_times_the_staging(transport: str, tokens: int) -> list[str]:
+    """A dispatch and a combine of so many tokens through the smallest staging, eager and replayed: which differ."""
+    staging = Staging.slots_for(dist.get_world_size()) * MIN_SLOT_BYTES
+    with make(transport, max_tokens=tokens, staging_bytes=staging) as buffer:
+        round_ = Round(buffer, tokens, 2)
+        wrong = [f"eager {seed}" for seed in range(4) if not round_.check(seed, replay=False)]
+        round_.capture()
+        return wrong + [f"replayed {seed}" for seed in range(4, 8) if not round_.check(seed, replay=True)]
 
 
 def keep(transport: str, **options: Any) -> str:

@@ -85,6 +85,14 @@ def test_an_operation_that_began_before_a_capture_is_named(transport: str, gpu_r
     gpu_ranks().run(programs.close)
 
 
+@pytest.mark.parametrize("queues", ["1", "2"])
+def test_lanes_may_share_hardware_queues(queues: str) -> None:
+    """Of calls many times the staging, where lanes wait for each other again and again."""
+    with start(CUDA_DEVICE_MAX_CONNECTIONS=queues) as ranks:
+        found = ranks.run(programs.many_times_the_staging, "dma", 2000, timeout=280)
+        assert found == [[]] * len(found)
+
+
 @pytest.mark.skipif(FEW, reason="needs another GPU")
 @TRANSPORTS
 def test_another_device_may_be_the_current_one(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
