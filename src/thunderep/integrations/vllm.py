@@ -2,7 +2,8 @@
 
     THUNDEREP_VLLM=1 vllm serve Qwen/Qwen3-30B-A3B --data-parallel-size 4 --enable-expert-parallel
 
-vLLM's back end for expert parallelism stays "allgather_reducescatter", its default; what that does is done by ThunderEP.
+vLLM's back end for expert parallelism stays "allgather_reducescatter", its default; what that does is done by ThunderEP, and so
+are the dense collectives of tensor parallelism on GPUs.
 """
 
 from __future__ import annotations
@@ -31,16 +32,20 @@ def transport() -> TransportName | None:
 
 
 def register() -> None:
-    """Have vLLM move tokens with ThunderEP, if the environment asks for it. vLLM calls this in each of its processes.
+    """Have vLLM move tensors with ThunderEP, if the environment asks for it. vLLM calls this in each of its processes.
 
     Raises:
         ValueError: As `transport`.
     """
     if transport() is None:
         return
-    from vllm.distributed.device_communicators import all2all
+    from vllm.distributed import stateless_coordinator
+    from vllm.distributed.device_communicators import all2all, cuda_communicator
 
+    from thunderep.integrations.vllm_communicator import ThunderEPCommunicator
     from thunderep.integrations.vllm_manager import ThunderEPManager
 
-    # Communicators look this name up when they are made, which is after plugins were loaded.
+    # These names are looked up when groups are made, which is after plugins were loaded.
     all2all.AgRsAll2AllManager = ThunderEPManager
+    cuda_communicator.CudaCommunicator = ThunderEPCommunicator
+    stateless_coordinator.CudaCommunicator = ThunderEPCommunicator  # it insists that both are one
