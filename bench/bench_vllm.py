@@ -105,6 +105,9 @@ def main(
     layers: Annotated[int | None, typer.Option(min=2, help="Cut models to so many; if left out, all.")] = None,
     ranks: Annotated[int, typer.Option(min=2, help="One GPU each.")] = 2,
     transport: Annotated[str, typer.Option(help=f"What {SETTING} is set to.")] = "1",
+    micro_batches: Annotated[
+        bool, typer.Option("--micro-batches", help="Have ThunderEP overlap two of them, which vLLM as it is cannot do.")
+    ] = False,
     eager: Annotated[bool, typer.Option("--eager", help="No compilation, no CUDA graphs.")] = False,
     repeats: Annotated[int, typer.Option(min=1, help="Of each phase, after one to warm up; the median counts.")] = 3,
     attention: Annotated[str, typer.Option(help="vLLM's attention back end.")] = "TRITON_ATTN",
@@ -122,15 +125,17 @@ def main(
     if "thunderep" not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
         raise typer.BadParameter("vLLM would not find ThunderEP; install it, for example with: pip install --no-deps .")
     shape = {"ranks": ranks, "eager": eager, "repeats": repeats, "attention": attention, "experts": experts}
-    job: dict[str, Any] = shape | {"batched_tokens": batched_tokens, "phases": PHASES}
-    facts = shape | {"transport": transport, "layers": layers, "NCCL_P2P_DISABLE": os.environ.get("NCCL_P2P_DISABLE", "")}
+    job: dict[str, Any] = shape | {"batched_tokens": batched_tokens, "sequences": 256, "phases": PHASES}
+    facts = shape | {"transport": transport, "micro_batches": micro_batches, "layers": layers}
+    facts |= {"NCCL_P2P_DISABLE": os.environ.get("NCCL_P2P_DISABLE", "")}
     facts |= {"vllm": importlib.metadata.version("vllm"), "torch": importlib.metadata.version("torch")}
     table = Table("model", "phase", f"{STOCK}, tokens/s", f"{OURS}, tokens/s", "ratio", "same tokens", title=f"{ranks} ranks")
     rows = []
     for name in model or MODELS:
         with tempfile.TemporaryDirectory(prefix="thunderep-model-") as folder:
             job["model"] = write_model(name, layers, Path(folder, name))
-            stock, ours = launch(job, "0", timeout), launch(job, transport, timeout)
+            stock = launch(job | {"micro_batches": False}, "0", timeout)
+            ours = launch(job | {"micro_batches": micro_batches}, transport, timeout)
         for row in summarise(stock, ours):
             rows.append({"model": name} | row)
             cells = (row["phase"], row[STOCK], row[OURS], row["ratio"], f"{row['identical']} of {row['sequences']}")

@@ -15,7 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+
+_KV_CACHE_BYTES = 4 << 30
 
 
 class Phase(NamedTuple):
@@ -26,8 +29,8 @@ class Phase(NamedTuple):
     new: int
 
 
-def engine(job: Mapping[str, Any]) -> Any:
-    """This rank's engine; its tensors and expert weights are spread over all ranks."""
+def engine(job: Mapping[str, Any], sharing: int) -> Any:
+    """This rank's engine, one of `sharing` on its GPU; tensors and expert weights are spread over all ranks."""
     from vllm import LLM
 
     return LLM(
@@ -37,8 +40,10 @@ def engine(job: Mapping[str, Any]) -> Any:
         dtype="bfloat16",
         max_model_len=2048,
         max_num_batched_tokens=job["batched_tokens"],
-        max_num_seqs=256,
-        gpu_memory_utilization=0.9,
+        max_num_seqs=job["sequences"],
+        gpu_memory_utilization=0.9 / sharing,
+        # vLLM finds out by itself only what a process without others on its GPU can have.
+        kv_cache_memory_bytes=None if sharing == 1 else _KV_CACHE_BYTES,
         enable_expert_parallel=True,
         all2all_backend="allgather_reducescatter",
         attention_backend=job["attention"],
@@ -46,6 +51,7 @@ def engine(job: Mapping[str, Any]) -> Any:
         disable_custom_all_reduce=True,
         enable_prefix_caching=False,
         enforce_eager=job["eager"],
+        enable_dbo=job["micro_batches"],
         disable_log_stats=False,  # with them come the time stamps
         seed=0,
     )
@@ -73,16 +79,18 @@ def run(llm: Any, phase: Phase, rank: int, repetition: int) -> dict[str, Any]:
 def main(job_file: str, rank: int, result_file: str) -> None:
     """Run all phases, each once to warm up."""
     job = json.loads(Path(job_file).read_text())
-    ranks = job["ranks"]
+    ranks, gpus = job["ranks"], torch.cuda.device_count()
+    if ranks > gpus:  # NCCL takes no two ranks on one GPU, unless it believes that they are on different hosts
+        os.environ["NCCL_HOSTID"] = f"rank {rank}"
     os.environ |= {
         "VLLM_DP_RANK": str(rank),
-        "VLLM_DP_RANK_LOCAL": str(rank),
+        "VLLM_DP_RANK_LOCAL": str(rank % gpus),
         "VLLM_DP_SIZE": str(ranks),
         "VLLM_DP_MASTER_IP": "127.0.0.1",
         "VLLM_DP_MASTER_PORT": str(job["port"]),
     }
     dist.init_process_group("gloo", init_method=f"file://{job_file}.store", rank=rank, world_size=ranks)
-    llm = engine(job)
+    llm = engine(job, -(-ranks // gpus))
     results = {}
     for name, numbers in job["phases"].items():
         results[name] = [run(llm, Phase(*numbers), rank, i) for i in range(job["repeats"] + 1)][1:]

@@ -74,7 +74,7 @@ def test_gives_what_vllm_gives(name: str, two_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("name", ["even", "uneven", "no tokens on one rank"])
 def test_serves_what_vllm_has_around_experts(name: str, two_ranks: Ranks) -> None:
-    assert two_ranks.run(vllm_ranks.prepare_and_finalize, CASES[name]) == [None] * 2
+    assert two_ranks.run(vllm_ranks.layer, CASES[name]) == [None] * 2
 
 
 @pytest.mark.parametrize("name", ["even", "uneven", "no tokens on one rank", "block-scaled"])
@@ -85,3 +85,7 @@ def test_gathers_router_logits(name: str, two_ranks: Ranks) -> None:
 def test_micro_batches_take_turns(two_ranks: Ranks) -> None:
     cases = [Case((5, 5), seed=1), Case((2, 7), seed=2)]
     assert two_ranks.run(vllm_ranks.micro_batches, cases) == [None] * 2
+
+
+def test_micro_batches_are_allowed(two_ranks: Ranks) -> None:
+    assert two_ranks.run(vllm_ranks.micro_batches_are_allowed) == [True] * 2

@@ -20,6 +20,9 @@ from tests.dist.dense import rank_sum
 from tests.integrations.moe import Case, dispatch_problem, own_result
 from thunderep.testing.inputs import same_bits
 
+FEW_TOKENS = 4
+"""Up to so many vLLM computes a shared expert elsewhere than beside the combine."""
+
 _world: dict[str, Any] = {}
 
 
@@ -33,6 +36,7 @@ def start(num_experts: int) -> list[str]:
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     os.environ |= {"THUNDEREP_VLLM": "1", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ["VLLM_SHARED_EXPERTS_STREAM_TOKEN_THRESHOLD"] = str(FEW_TOKENS)
     register()
     register()  # plugins may be loaded several times
     parallel = ParallelConfig(
@@ -44,7 +48,10 @@ def start(num_experts: int) -> list[str]:
     config = VllmConfig(parallel_config=parallel)
     config.scheduler_config.max_num_batched_tokens = 64
     # In the place of a model's configuration, which takes a model.
-    config.model_config = SimpleNamespace(is_moe=True, get_num_experts=lambda: num_experts, architecture="")
+    settings = SimpleNamespace(to_dict=lambda: {"n_shared_experts": 1})
+    config.model_config = SimpleNamespace(
+        is_moe=True, get_num_experts=lambda: num_experts, architecture="", hf_text_config=settings
+    )
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(ranks, rank, local_rank=rank, backend="gloo")
         parallel_state.initialize_model_parallel(backend="gloo")
@@ -71,19 +78,15 @@ def _reduce_scatterv(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> to
 
 
 @contextlib.contextmanager
-def _step(sizes: Sequence[int], ubatch: int | None = None) -> Iterator[None]:
-    """vLLM's context of a step in which each rank has so many tokens, or of a micro-batch of one."""
+def _step(sizes: Sequence[int]) -> Iterator[None]:
+    """vLLM's context of a step in which each rank has so many tokens."""
     from vllm.forward_context import get_forward_context, set_forward_context
-    from vllm.v1.worker import ubatching
 
     tokens = torch.tensor(sizes, dtype=torch.int32)
     with contextlib.ExitStack() as stack:
         stack.enter_context(set_forward_context(None, _world["config"], sizes[dist.get_rank()], tokens))
         stack.enter_context(torch.inference_mode())  # as in vLLM's workers
         stack.enter_context(get_forward_context().dp_metadata.sp_local_sizes(1))
-        if ubatch is not None:
-            ubatching._THREAD_ID_TO_CONTEXT[threading.get_ident()] = ubatch
-            stack.callback(ubatching._THREAD_ID_TO_CONTEXT.clear)
         yield
 
 
@@ -131,29 +134,51 @@ def dispatch_and_combine(case: Case) -> str | None:
     return None if same_bits(got, want) else "combine differs"
 
 
-def prepare_and_finalize(case: Case) -> str | None:
-    """Through what vLLM's layers call around their experts, whichever of a manager's methods that calls."""
+def _layer(name: str, case: Case) -> torch.Tensor | str:
+    """A layer's output as vLLM computes it around experts, or what is wrong with what these get."""
+    from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelModularImpl
     from vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep import make_moe_prepare_and_finalize_naive_dp_ep
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
-    around = make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False)
-    communicator = parallel_state.get_ep_group().device_communicator
+    parallel_state.get_ep_group().device_communicator.all2all_manager = _world[name]
+    with set_current_vllm_config(_world["config"]):
+        around = make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False)
+    assert type(around).__name__ == "ThunderEPPrepareAndFinalize"
+    if name == "theirs":
+        around.supports_async = lambda: False  # then it is vLLM's, but for the manager
+    shared: list[Any] = []  # how often the shared expert was computed
+    experts = SimpleNamespace(
+        quant_config=FUSED_MOE_UNQUANTIZED_CONFIG,
+        expects_unquantized_inputs=False,
+        finalize_weight_and_reduce_impl=TopKWeightAndReduceNoOP,
+    )
+    kernel: Any = SimpleNamespace(
+        prepare_finalize=around, fused_experts=experts, _maybe_apply_shared_experts=lambda expert, x: expert(x)
+    )
     x, weights, ids, _ = case.of(dist.get_rank())
+    vllms, count = FusedMoEKernelModularImpl, case.num_experts
+    rows, _, _, all_ids, all_weights = vllms._prepare(kernel, x, weights, ids, count, None, False)
+    if dispatch_problem([rows, all_weights, all_ids], case, _local(case)):
+        return f"{name}: what experts get is wrong"
+    y = _result(case, all_ids, unread=name == "ours")
+    output = torch.empty(len(x), case.hidden, dtype=y.dtype)
+    vllms._finalize(kernel, output, y, x, all_weights, all_ids, False, shared.append, x)
+    beside = name == "ours" and (max(case.sizes) > FEW_TOKENS or _world["config"].parallel_config.use_ubatching)
+    return output if len(shared) == beside else f"{name}: the shared expert was computed {len(shared)} times"
+
+
+def layer(case: Case) -> str | None:
+    """Through what vLLM's layers call around their experts, whichever of a manager's methods that calls."""
     outputs = []
     for name in ("theirs", "ours"):
-        communicator.all2all_manager = _world[name]
         with _step(case.sizes):
-            rows, _, _, all_ids, all_weights = around.prepare(
-                x, weights, ids, case.num_experts, None, False, FUSED_MOE_UNQUANTIZED_CONFIG
-            )
-            if dispatch_problem([rows, all_weights, all_ids], case, _local(case)):
-                return f"{name}: what experts get is wrong"
-            y = _result(case, all_ids, unread=name == "ours")
-            outputs.append(torch.empty(len(x), case.hidden, dtype=y.dtype))
-            around.finalize(outputs[-1], y, all_weights, all_ids, False, TopKWeightAndReduceNoOP())
-    return None if same_bits(*outputs) else "the layer's output differs"
+            outputs.append(_layer(name, case))
+        if isinstance(outputs[-1], str):
+            return outputs[-1]
+    return None if same_bits(*outputs) else "the layer's output differs"  # type: ignore[arg-type]
 
 
 def router_logits(case: Case) -> str | None:
@@ -173,19 +198,51 @@ def router_logits(case: Case) -> str | None:
 
 
 def micro_batches(cases: Sequence[Case]) -> str | None:
-    """Micro-batches take turns: all dispatch, then all combine."""
-    results = []
-    for i, case in enumerate(cases):
-        with _step(case.sizes, ubatch=i):
-            results.append(_result(case, _dispatch("ours", case)[2], unread=True))
-    for i, case in enumerate(cases):
-        with _step(case.sizes, ubatch=i):
-            got = _world["ours"].combine(results[i])
+    """Two micro-batches of a layer, each in a thread, which take turns as vLLM has them."""
+    from vllm.forward_context import get_forward_context
+    from vllm.v1.worker import ubatching
+
+    ubatching.current_stream = lambda: None  # there are none here
+    wanted, contexts = [], []
+    for case in cases:
         with _step(case.sizes):
-            theirs = _dispatch("theirs", case)
-            if not same_bits(got, _world["theirs"].combine(_result(case, theirs[2], unread=False))):
-                return f"micro-batch {i} differs"
-    return None
+            wanted.append(_layer("theirs", case))
+            contexts.append(get_forward_context())
+    _world["config"].parallel_config.enable_dbo = True
+    barrier, events = threading.Barrier(len(cases) + 1), [threading.Event() for _ in cases]
+    got: list[Any] = [None] * len(cases)
+
+    def run(i: int) -> None:
+        turns = (events[i], events[(i + 1) % len(cases)])
+        mine = ubatching.UBatchContext(i, None, None, contexts[i], barrier, *turns, None, None)
+        with mine, torch.inference_mode(), contexts[i].dp_metadata.sp_local_sizes(1):
+            got[i] = _layer("ours", cases[i])
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(cases))]
+    ubatching._CURRENT_CONTEXTS[:] = [None] * len(cases)
+    for thread in threads:
+        thread.start()
+    barrier.wait()
+    events[0].set()
+    for thread in threads:
+        thread.join()
+    _world["config"].parallel_config.enable_dbo = False
+    wrong = [
+        i
+        for i in range(len(cases))
+        if not isinstance(got[i], torch.Tensor) or not same_bits(got[i], wanted[i])  # type: ignore[arg-type]
+    ]
+    return f"micro-batches {wrong} differ: {got}" if wrong else None
+
+
+def micro_batches_are_allowed() -> bool:
+    """Whether vLLM's configuration may have micro-batches, and still names its own back end."""
+    from vllm.config import ParallelConfig, VllmConfig
+
+    parallel = ParallelConfig(ubatch_size=2, enable_expert_parallel=True)
+    with contextlib.suppress(AttributeError):  # vLLM 0.26 goes on to ask the model, of which there is none
+        VllmConfig(parallel_config=parallel)
+    return bool(parallel.use_ubatching and parallel.all2all_backend == "allgather_reducescatter")
 
 
 def stop() -> str | None:

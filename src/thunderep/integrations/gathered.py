@@ -7,7 +7,7 @@ logits, packed rows, experts that are not placed in blocks) is gathered whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,6 +54,7 @@ class Exchange:
         topk_idx: torch.Tensor,
         sizes: Sequence[int],
         extra: Sequence[torch.Tensor] = (),
+        meanwhile: Callable[[], None] | None = None,
     ) -> Gathered:
         """Bring every token to where its experts are. Collective.
 
@@ -63,6 +64,7 @@ class Exchange:
             topk_idx: [T, K] global expert ids.
             sizes: T of every rank.
             extra: Tensors of [T, ...] that travel with the rows, such as their scales.
+            meanwhile: Called while the tokens are under way, if they travel by `thunderep.dispatch`.
 
         Raises:
             ValueError, RuntimeError, PeerError: As `thunderep.dispatch`.
@@ -71,7 +73,13 @@ class Exchange:
             rows, weights, idx, *others = self.gather([x, topk_weights, topk_idx, *extra], sizes)
             return Gathered(rows, weights, idx, others, None)
         buffer, most = self.buffer, max(sizes)
-        d = dispatch(x, topk_idx, topk_weights, buffer.num_experts, buffer, most, extra[0] if extra else None)
+        arguments = x, topk_idx, topk_weights, buffer.num_experts, buffer, most, extra[0] if extra else None
+        if meanwhile is None:
+            d = dispatch(*arguments)
+        else:
+            work = dispatch(*arguments, async_op=True)
+            meanwhile()
+            d = work.wait()
         rows, idx, weights, scales = (unpad_rows(tensor, sizes, most) for tensor in d[:4])
         # -1 becomes the expert before this rank's first, or, for rank 0, the last of all: another rank's.
         idx = (idx + buffer.local_experts.start).remainder(buffer.num_experts)
@@ -102,6 +110,15 @@ class Exchange:
         if routing is None:
             return reduce_scatter(y, self.buffer, list(sizes))
         return combine(pad_rows(y, sizes, max(sizes)), routing, self.buffer)
+
+    def start_combine(
+        self, y: torch.Tensor, sizes: Sequence[int], routing: DispatchOutput | None
+    ) -> Callable[[], torch.Tensor]:
+        """Begin to `combine`; what comes back gives the result, on the stream that calls it."""
+        if routing is None:
+            result = reduce_scatter(y, self.buffer, list(sizes))
+            return lambda: result
+        return combine(pad_rows(y, sizes, max(sizes)), routing, self.buffer, async_op=True).wait
 
     def _routable(self, x: torch.Tensor, weights: torch.Tensor, idx: torch.Tensor, extra: Sequence[torch.Tensor]) -> bool:
         """Whether `dispatch` carries these; the same on all ranks, which have tensors of one kind."""

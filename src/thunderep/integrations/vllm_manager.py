@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.distributed.device_communicators.all2all import AgRsAll2AllManager
-from vllm.v1.worker.ubatching import dbo_current_ubatch_id
+from vllm.v1.worker.ubatching import dbo_current_ubatch_id, dbo_enabled, dbo_yield
 
 from thunderep.api import DispatchOutput
 from thunderep.buffer import Buffer
@@ -15,11 +16,20 @@ from thunderep.integrations import vllm as plugin
 from thunderep.integrations.gathered import Exchange
 
 
+class _UnderWay(NamedTuple):
+    exchange: Exchange | None  # None: vLLM's manager moves these tokens
+    sizes: Sequence[int]
+    routing: DispatchOutput | None
+
+
 class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not typed
     """Gives what vLLM's manager gives, but for rows and ids that concern no expert of this rank.
 
     Which ranks take part, and how many tokens each has, is found out by the class that it derives from. Buffers are made
-    when first needed, which is in vLLM's profile run, for the most tokens that its scheduler ever gives a rank.
+    when first needed, which is in vLLM's profile run, for the most tokens that its scheduler ever gives a rank. Where the
+    setting names no transport, and "auto" leaves the ranks to torch.distributed, vLLM's manager moves the tokens.
+
+    Where vLLM runs two micro-batches, one computes while the other's tokens travel.
 
     Args:
         cpu_group: The expert-parallel ranks.
@@ -35,11 +45,12 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
                 f"{plugin.SETTING}: elastic expert parallelism needs vLLM's own manager; unset it, or enable_elastic_ep"
             )
         super().__init__(cpu_group, tcp_store_group)
+        plugin.install_layers()
         config = get_current_vllm_config()
         self._most_tokens: int = config.scheduler_config.max_num_batched_tokens
         self._num_experts = _num_experts(config)
-        self._exchanges: dict[tuple[str, int, int], Exchange] = {}
-        self._under_way: dict[int, tuple[Exchange, DispatchOutput | None]] = {}
+        self._exchanges: dict[tuple[str, int, int], Exchange | None] = {}
+        self._under_way: dict[int, _UnderWay] = {}
         """For each micro-batch between its dispatch and its combine how it was dispatched."""
 
     def dispatch(
@@ -51,10 +62,17 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         extra_tensors: list[torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:
         """[T, ...] of each to [R, ...], R the sum of all ranks' T: rows, weights, global ids, and extra tensors if any came."""
-        group, sizes = self._ranks(hidden_states, is_sequence_parallel)
-        exchange = self._exchange(group, hidden_states, topk_ids.shape[1])
-        *gathered, extra, routing = exchange.dispatch(hidden_states, topk_weights, topk_ids, sizes, extra_tensors or ())
-        self._under_way[dbo_current_ubatch_id()] = exchange, routing
+        exchange, sizes = self._exchange(hidden_states, topk_ids.shape[1], is_sequence_parallel)
+        if exchange is None:
+            self._under_way[dbo_current_ubatch_id()] = _UnderWay(None, sizes, None)
+            theirs: tuple[Any, ...] = super().dispatch(
+                hidden_states, topk_weights, topk_ids, is_sequence_parallel, extra_tensors
+            )
+            return theirs
+        *gathered, extra, routing = exchange.dispatch(
+            hidden_states, topk_weights, topk_ids, sizes, extra_tensors or (), dbo_yield if dbo_enabled() else None
+        )
+        self._under_way[dbo_current_ubatch_id()] = _UnderWay(exchange, sizes, routing)
         return tuple(gathered) if extra_tensors is None else (*gathered, extra)
 
     def dispatch_router_logits(
@@ -65,18 +83,35 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         extra_tensors: list[torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:
         """As `dispatch`, for experts that choose for themselves: all rows, logits, and extra tensors if any came."""
-        group, sizes = self._ranks(hidden_states, is_sequence_parallel)
-        exchange = self._exchange(group, hidden_states, 1)
+        exchange, sizes = self._exchange(hidden_states, 1, is_sequence_parallel)
+        self._under_way[dbo_current_ubatch_id()] = _UnderWay(exchange, sizes, None)
+        if exchange is None:
+            theirs: tuple[Any, ...] = super().dispatch_router_logits(
+                hidden_states, router_logits, is_sequence_parallel, extra_tensors
+            )
+            return theirs
         x, logits, *extra = exchange.gather([hidden_states, router_logits, *(extra_tensors or ())], sizes)
-        self._under_way[dbo_current_ubatch_id()] = exchange, None
         return (x, logits) if extra_tensors is None else (x, logits, extra)
 
     def combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> torch.Tensor:
         """[R, H], this rank's experts' results, to [T, H]: the ranks' sums for its own tokens."""
-        exchange, routing = self._under_way.pop(dbo_current_ubatch_id())
-        ranks = exchange.buffer.num_ranks
-        sizes = self._get_sizes(len(hidden_states) // ranks, self._get_comm_group(is_sequence_parallel))
+        if dbo_enabled():
+            finish = self.start_combine(hidden_states, is_sequence_parallel)
+            dbo_yield()
+            return finish()
+        exchange, sizes, routing = self._under_way.pop(dbo_current_ubatch_id())
+        if exchange is None:
+            theirs: torch.Tensor = super().combine(hidden_states, is_sequence_parallel)
+            return theirs
         return exchange.combine(hidden_states, sizes, routing)
+
+    def start_combine(self, hidden_states: torch.Tensor, is_sequence_parallel: bool = False) -> Callable[[], torch.Tensor]:
+        """Begin to `combine`; what comes back gives the result, on the stream that calls it."""
+        exchange, sizes, routing = self._under_way.pop(dbo_current_ubatch_id())
+        if exchange is None:
+            theirs: torch.Tensor = super().combine(hidden_states, is_sequence_parallel)
+            return lambda: theirs
+        return exchange.start_combine(hidden_states, sizes, routing)
 
     def allocate_combine_input(self, *args: Any, **kwargs: Any) -> None:
         """None: what is to be combined may lie anywhere."""
@@ -90,30 +125,36 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
     def destroy(self) -> None:
         """Close all Buffers."""
         for exchange in self._exchanges.values():
-            exchange.buffer.close()
+            if exchange is not None:
+                exchange.buffer.close()
         super().destroy()
 
-    def _ranks(self, rows: torch.Tensor, is_sequence_parallel: bool) -> tuple[Any, list[int]]:
-        """The group that takes part, and each of its ranks' T."""
+    def _exchange(self, rows: torch.Tensor, topk: int, is_sequence_parallel: bool) -> tuple[Exchange | None, list[int]]:
+        """What moves these tokens, None for vLLM's manager, and every rank's T."""
         group = self._get_comm_group(is_sequence_parallel)
-        return group, self._get_sizes(len(rows), group)
-
-    def _exchange(self, group: Any, rows: torch.Tensor, topk: int) -> Exchange:
+        sizes: list[int] = self._get_sizes(len(rows), group)
         key = group.unique_name, rows.shape[1], topk
         if key not in self._exchanges:
-            buffer = Buffer(
-                group.device_group,
-                num_experts=self._num_experts or 1,
-                hidden=rows.shape[1],
-                topk=topk,
-                max_tokens=self._most_tokens,
-                dtype=rows.dtype if rows.dtype.itemsize > 2 else torch.bfloat16,  # results are wider than 8-bit rows
-                device=rows.device,
-                transport=plugin.transport() or "auto",
-            )
-            # vLLM's experts lie in blocks over all expert-parallel ranks, of which a group may be a part.
-            self._exchanges[key] = Exchange(buffer, self._num_experts is not None and buffer.num_ranks == self.world_size)
-        return self._exchanges[key]
+            self._exchanges[key] = self._connect(group, rows, topk)
+        return self._exchanges[key], sizes
+
+    def _connect(self, group: Any, rows: torch.Tensor, topk: int) -> Exchange | None:
+        wish = plugin.transport() or "auto"
+        buffer = Buffer(
+            group.device_group,
+            num_experts=self._num_experts or 1,
+            hidden=rows.shape[1],
+            topk=topk,
+            max_tokens=self._most_tokens,
+            dtype=rows.dtype if rows.dtype.itemsize > 2 else torch.bfloat16,  # results are wider than 8-bit rows
+            device=rows.device,
+            transport=wish,
+        )
+        if wish == "auto" and buffer.transport == "collective":
+            buffer.close()
+            return None
+        # vLLM's experts lie in blocks over all expert-parallel ranks, of which a group may be a part.
+        return Exchange(buffer, self._num_experts is not None and buffer.num_ranks == self.world_size)
 
 
 def _num_experts(config: Any) -> int | None:

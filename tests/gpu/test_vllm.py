@@ -1,0 +1,57 @@
+"""vLLM gives the same tokens with ThunderEP and without, where it and ThunderEP are installed.
+
+Published shapes, cut to a few layers, with dummy weights. With one GPU two ranks share it, and what vLLM leaves to NCCL goes
+through sockets.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.machine import FEW, RANKS
+from thunderep.runtime.gpu import SHARE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
+    pytest.mark.skipif(
+        "thunderep" not in importlib.metadata.entry_points(group="vllm.general_plugins").names,
+        reason="vLLM finds plugins only among installed packages",
+    ),
+]
+JOB: dict[str, Any] = {
+    "ranks": RANKS,
+    "repeats": 1,
+    "attention": "TRITON_ATTN",
+    "experts": "triton",
+    "batched_tokens": 2048,
+    "sequences": 32,
+    "phases": {"prefill": (9, 300, 1), "decode": (32, 17, 40)},
+}
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-20b", "glm-4.5-air"])
+def test_tokens_are_those_of_vllm(model: str, eager: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench.bench_vllm import write_model
+
+    monkeypatch.setenv(SHARE, str(int(FEW)))
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    job = JOB | {"eager": eager, "model": write_model(model, 3, tmp_path / model)}
+    runs = [("0", False), ("1", False), ("dma", False), ("direct", False), ("1", True)]
+    stock, *ours = [tokens(job | {"micro_batches": micro_batches}, setting) for setting, micro_batches in runs]
+    assert [given == stock for given in ours] == [True] * len(ours), runs[1:]
+
+
+def tokens(job: dict[str, Any], setting: str) -> list[Any]:
+    """Of all ranks, phases and sequences."""
+    from bench.bench_vllm import launch
+
+    return [run["tokens"] for rank in launch(job, setting, timeout=600) for runs in rank.values() for run in runs]
