@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from thunderep.runtime.plan import ALIGNMENT
+from thunderep.runtime.chunks import ALIGNMENT
 
 
 class Workspace:

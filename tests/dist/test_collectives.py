@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 import thunderep
 from tests.dist import dense
 from tests.dist.dense import Case
-from thunderep.runtime.plan import MIN_SLOT_BYTES, Staging
+from thunderep.runtime.chunks import MIN_SLOT_BYTES, Staging
 from thunderep.runtime.transport import DTYPES
 from thunderep.testing.inputs import same_bits
 from thunderep.testing.processes import Ranks

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dist.exchange import Case, exchange
-from thunderep.runtime.plan import MIN_SLOT_BYTES, Staging
+from thunderep.runtime.chunks import MIN_SLOT_BYTES, Staging
 from thunderep.testing.processes import Ranks
 
 DTYPES = [

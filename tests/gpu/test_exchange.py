@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from tests.dist.exchange import Case, exchange
 from tests.dist.test_exchange import NAMED, cases
 from tests.gpu.machine import FEW, RANKS, start
-from thunderep.runtime.plan import MIN_SLOT_BYTES, Staging
+from thunderep.runtime.chunks import MIN_SLOT_BYTES, Staging
 from thunderep.runtime.window import Region
 from thunderep.testing.processes import Ranks
 

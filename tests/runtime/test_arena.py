@@ -14,7 +14,8 @@ import pytest
 
 from thunderep.runtime import arena
 from thunderep.runtime.arena import Handle, Kind, Layout, Owner, attach
-from thunderep.runtime.plan import Flag, Staging
+from thunderep.runtime.chunks import Staging
+from thunderep.runtime.schedule import Flag
 
 KINDS: tuple[Kind, ...] = ("memfd", "file")
 NBYTES = 1 << 20

@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 
 from thunderep.runtime import arena, cuda
 from thunderep.runtime.choice import choose, gpu_facts
+from thunderep.runtime.chunks import MIN_SLOT_BYTES
 from thunderep.runtime.connect import Wish, connect
-from thunderep.runtime.plan import MAX_DEFAULT_STAGING, MIN_SLOT_BYTES, Flag
 from thunderep.runtime.rendezvous import Rendezvous, host_id
-from thunderep.runtime.staging import Shape
+from thunderep.runtime.schedule import Flag
+from thunderep.runtime.staging import MAX_DEFAULT_STAGING, Shape
 from thunderep.runtime.transport import COLLECTIVES, DTYPES, KINDS, OUTWARD, Call
 from thunderep.runtime.tuning import BUILT_IN, ENVIRONMENT, Thresholds, built_in
 from thunderep.runtime.window import Region

@@ -13,22 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from thunderep.runtime.check import Report, check
+from thunderep.runtime.chunks import Staging
 from thunderep.runtime.delivery import Operation, expect_combine, expect_dispatch
-from thunderep.runtime.plan import (
-    Copy,
-    Flag,
-    Lane,
-    Memory,
-    Place,
-    Schedule,
-    Signal,
-    Staging,
-    Step,
-    Wait,
-    plan_combine,
-    plan_combine_in_place,
-    plan_dispatch,
-)
+from thunderep.runtime.plan import plan_combine, plan_combine_in_place, plan_dispatch
+from thunderep.runtime.schedule import Copy, Flag, Lane, Memory, Place, Schedule, Signal, Step, Wait
 
 RING = Staging(4, 256)  # a bank is two slots; with rows of 256 bytes, a chunk is a row
 NARROW = Staging(2, 256)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from thunderep.runtime import arena, numa
-from thunderep.runtime.plan import Staging
+from thunderep.runtime.chunks import Staging
 from thunderep.runtime.staging import parts_of
 from thunderep.runtime.window import Region
 

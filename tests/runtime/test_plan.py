@@ -13,28 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thunderep.runtime.delivery import expect_combine, expect_dispatch
-from thunderep.runtime.plan import (
+from thunderep.runtime.chunks import (
     ALIGNMENT,
     MIN_CHUNK_BYTES,
     MIN_SLOT_BYTES,
-    Copy,
-    Flag,
-    Lane,
     Message,
-    Place,
-    Schedule,
-    Signal,
     Staging,
-    Step,
-    Wait,
     combine_messages,
     dispatch_messages,
-    most_lanes,
-    plan_combine,
-    plan_combine_in_place,
-    plan_dispatch,
 )
+from thunderep.runtime.delivery import expect_combine, expect_dispatch
+from thunderep.runtime.plan import most_lanes, plan_combine, plan_combine_in_place, plan_dispatch
+from thunderep.runtime.schedule import Copy, Flag, Lane, Place, Schedule, Signal, Step, Wait
 
 Planner = Callable[[int, Sequence[int], Sequence[int], int, Staging, int], Schedule]
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from thunderep.runtime import arena
+from thunderep.runtime.chunks import MIN_SLOT_BYTES, Staging
 from thunderep.runtime.control import Control
-from thunderep.runtime.plan import MIN_SLOT_BYTES, Staging
 from thunderep.runtime.release import Releaser
 from thunderep.runtime.transport import KINDS, Call
 from thunderep.runtime.watchdog import PeerError, Watchdog

@@ -11,22 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thunderep.forecast.calibration import exchange_plans
+from thunderep.runtime.chunks import Staging
 from thunderep.runtime.machines import CopyEngines, Gpu, Link, MachineModel, Nccl, Protocol
-from thunderep.runtime.plan import (
-    Copy,
-    Flag,
-    Lane,
-    Memory,
-    Place,
-    Schedule,
-    Signal,
-    Staging,
-    Step,
-    Wait,
-    plan_combine,
-    plan_dispatch,
-)
+from thunderep.runtime.plan import plan_combine, plan_dispatch
 from thunderep.runtime.ring import plan_ring
+from thunderep.runtime.schedule import Copy, Flag, Lane, Memory, Place, Schedule, Signal, Step, Wait
 from thunderep.runtime.simulate import Executor, Resource, capacities, max_min_rates, simulate
 
 FAST = 1e6  # GB/s; so much that it is never the limit

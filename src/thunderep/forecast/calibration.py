@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from thunderep.forecast.predict import nccl_us
 from thunderep.runtime import machines
-from thunderep.runtime.plan import Copy, Flag, Lane, Memory, Place, Schedule, Signal, Step, Wait
+from thunderep.runtime.schedule import Copy, Flag, Lane, Memory, Place, Schedule, Signal, Step, Wait
 from thunderep.runtime.simulate import Executor, simulate
 
 _MIN_CHUNK_BYTES = 256 << 10

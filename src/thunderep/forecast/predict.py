@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from thunderep.runtime.chunks import Staging
 from thunderep.runtime.machines import MachineModel, Protocol
-from thunderep.runtime.plan import GPU_WAYS, MAX_DEFAULT_STAGING, Copy, Lane, Schedule, Staging, plan_combine, plan_dispatch
+from thunderep.runtime.plan import GPU_WAYS, plan_combine, plan_dispatch
 from thunderep.runtime.ring import plan_ring
+from thunderep.runtime.schedule import Copy, Lane, Schedule
 from thunderep.runtime.simulate import Executor, simulate
+from thunderep.runtime.staging import MAX_DEFAULT_STAGING
 
 Kind = Literal["dispatch", "combine"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

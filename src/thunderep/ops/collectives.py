@@ -17,7 +17,7 @@ from thunderep.buffer import Buffer, lookup
 from thunderep.ops.combine import SUM_DTYPES
 from thunderep.ops.library import library
 from thunderep.ops.rows import kernels, require, require_device, rows_call, rows_sum, sum_by_rank
-from thunderep.runtime.plan import MIN_CHUNK_BYTES
+from thunderep.runtime.chunks import MIN_CHUNK_BYTES
 from thunderep.runtime.transport import DTYPES, KINDS, Call
 
 _ONE_OF_DTYPES, _ONE_OF_SUM_DTYPES = f"one of {DTYPES}", f"one of {SUM_DTYPES}"  # made once: it takes microseconds

@@ -10,7 +10,7 @@ Layout, for N ranks:
 | --- | --- | --- |
 | token | 64 bytes: proves that an attached segment is this one | creator, once |
 | control | N x 1024 bytes: status, doorbell, announcements, lanes of one rank (`CONTROL_*`) | its rank; doorbell: anyone |
-| flags | N owners x slots x N readers x 64 bytes, a cache line each (`plan.Flag`) | owner and reader in turn |
+| flags | N owners x slots x N readers x 64 bytes, a cache line each (`schedule.Flag`) | owner and reader in turn |
 | staging | N x `Staging.nbytes`, page-aligned | owner |
 | window | `window_bytes`: what kernels move rows through (`window.Region`) | see there |
 """
@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from thunderep.runtime.plan import Flag, Staging
+from thunderep.runtime.chunks import Staging
+from thunderep.runtime.schedule import Flag
 
 PREFIX = "thunderep-"
 TOKEN_BYTES = 64

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from thunderep.runtime.delivery import Contract, Operation, describe, describe_place
-from thunderep.runtime.plan import Copy, Flag, Lane, Memory, Place, Signal, Step, Wait
+from thunderep.runtime.schedule import Copy, Flag, Lane, Memory, Place, Signal, Step, Wait
 
 
 def steps_of(operation: Operation) -> Iterator[Step]:

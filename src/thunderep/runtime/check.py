@@ -39,7 +39,7 @@ from itertools import combinations
 
 from thunderep.runtime.automaton import Action, Cells, Compiler, Node, Walk, describe_flag, steps_of
 from thunderep.runtime.delivery import Contract, Kind, Operation, Problem, delivery_problems, describe_place
-from thunderep.runtime.plan import Copy, Flag
+from thunderep.runtime.schedule import Copy, Flag
 
 
 @dataclass(frozen=True, slots=True)

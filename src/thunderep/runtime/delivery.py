@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from thunderep.runtime.plan import Copy, Memory, Place, Schedule
+from thunderep.runtime.schedule import Copy, Memory, Place, Schedule
 
 Kind = Literal[
     "race",

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from thunderep.runtime import arena
+from thunderep.runtime.chunks import Staging
 from thunderep.runtime.cuda import DEFAULT_QUEUES
-from thunderep.runtime.plan import GPU_WAYS, MAX_DEFAULT_STAGING, Staging, most_lanes
+from thunderep.runtime.plan import GPU_WAYS, most_lanes
+from thunderep.runtime.staging import MAX_DEFAULT_STAGING
 from thunderep.runtime.topology import Gpu, Machine
 
 Level = Literal["ok", "note", "problem"]

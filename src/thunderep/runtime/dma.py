@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 
 from thunderep.runtime import arena, cuda
-from thunderep.runtime.plan import GPU_WAYS, Copy, Flag, Place, Schedule, Wait, most_lanes, plan_combine, plan_dispatch
+from thunderep.runtime.plan import GPU_WAYS, most_lanes, plan_combine, plan_dispatch
+from thunderep.runtime.schedule import Copy, Flag, Place, Schedule, Wait
 from thunderep.runtime.trace import phase
 
 _Copy = tuple[int, int, int, int, int]  # indices of and offsets from two base addresses, bytes

@@ -19,7 +19,8 @@ import torch
 from thunderep.runtime import arena
 from thunderep.runtime.control import Control
 from thunderep.runtime.futex import fence
-from thunderep.runtime.plan import Copy, Flag, Place, Schedule, Signal, Step, plan_combine, plan_combine_in_place, plan_dispatch
+from thunderep.runtime.plan import plan_combine, plan_combine_in_place, plan_dispatch
+from thunderep.runtime.schedule import Copy, Flag, Place, Schedule, Signal, Step
 from thunderep.runtime.trace import phase
 from thunderep.runtime.traffic import Stats, Traffic
 from thunderep.runtime.transport import ByRank, Call, Scratch

@@ -10,7 +10,7 @@ A reduce-scatter moves as many bytes over the same hops as an all-gather of as m
 
 from __future__ import annotations
 
-from thunderep.runtime.plan import Copy, Flag, Lane, Memory, Place, Schedule, Signal, Step, Wait
+from thunderep.runtime.schedule import Copy, Flag, Lane, Memory, Place, Schedule, Signal, Step, Wait
 
 
 def plan_ring(rank: int, num_ranks: int, nbytes: int, chunk_bytes: int) -> Schedule:

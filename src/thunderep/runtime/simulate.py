@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from thunderep.runtime.machines import MachineModel, Protocol
-from thunderep.runtime.plan import Copy, Flag, Lane, Schedule, Wait
+from thunderep.runtime.schedule import Copy, Flag, Lane, Schedule, Wait
 
 _BYTES_PER_US = 1e3  # of one GB/s
 

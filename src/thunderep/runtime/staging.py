@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from thunderep.runtime import arena
-from thunderep.runtime.plan import ALIGNMENT, MAX_DEFAULT_STAGING, MIN_SLOT_BYTES, Staging
+from thunderep.runtime.chunks import ALIGNMENT, MIN_SLOT_BYTES, Staging
 from thunderep.runtime.tuning import Thresholds
 from thunderep.runtime.window import Region
+
+MAX_DEFAULT_STAGING = 256 << 20
+"""Bytes of staging that a rank takes at most when its user names no number."""
 
 _MIN_WINDOW = 512 << 10
 """Bytes a rank with which small calls travel as words that carry their own signals; less if staging_bytes says so."""
