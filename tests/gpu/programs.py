@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import thunderep
 from thunderep import reference
-from thunderep.runtime.plan import MIN_SLOT_BYTES, Staging
+from thunderep.runtime.chunks import MIN_SLOT_BYTES, Staging
 from thunderep.testing.inputs import Tokens, random_tokens, same_bits
 
 EXPERTS, HIDDEN, TOPK, MOST = 8, 72, 3, 16
