@@ -3,7 +3,7 @@
     NCCL_P2P_DISABLE=1 python -m bench.bench_vllm --model qwen3-30b-a3b --ranks 2 --transport direct
 
 Data and expert parallelism, one GPU a rank; published model shapes with dummy weights, so nothing is downloaded. Needs vLLM
-and an installed ThunderEP: vLLM finds plugins only among installed packages. It has not run on GPUs yet.
+and an installed ThunderEP: vLLM finds plugins only among installed packages. It has not run on several GPUs yet.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from thunderep.integrations.vllm import SETTING
 MODELS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("vllm_models.json").read_text())
 PHASES = {"prefill": Phase(16, 1024, 1), "decode 64": Phase(64, 32, 64), "decode 256": Phase(256, 32, 64)}
 STOCK, OURS = "vLLM", "with ThunderEP"
+_PORTS = 16
 
 Results = Sequence[dict[str, list[dict[str, Any]]]]
 """By rank: for each phase its repetitions, see `vllm_rank.run`."""
@@ -73,13 +74,23 @@ def write_model(model: str, layers: int | None, folder: Path) -> str:
     return str(folder)
 
 
+def free_port() -> int:
+    """A port such that several after it are free as well: vLLM counts upward from the one that it is given."""
+    while True:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
+            first = stack.enter_context(socket.socket())
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            for following in range(port + 1, port + _PORTS):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", following))
+            return port
+
+
 def launch(job: dict[str, Any], setting: str, timeout: float) -> Results:
     """Run a job on all ranks, in processes of its own. Raises RuntimeError if a rank fails or they take too long."""
     with tempfile.TemporaryDirectory(prefix="thunderep-bench-") as folder:
         file = Path(folder, "job.json")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            file.write_text(json.dumps(job | {"port": free.getsockname()[1]}))
+        file.write_text(json.dumps(job | {"port": free_port()}))
         outs = [Path(folder, f"{rank}.json") for rank in range(job["ranks"])]
         environment = os.environ | {SETTING: setting, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         commands = [[sys.executable, "-m", "bench.vllm_rank", str(file), str(r), str(out)] for r, out in enumerate(outs)]

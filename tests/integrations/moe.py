@@ -85,7 +85,7 @@ def combined(case: Case, rank: int, locals_: Sequence[range]) -> torch.Tensor:
 
 
 def exchange(case: Case) -> str | None:
-    """Dispatch and combine by `Exchange`, twice; None, or what was wrong."""
+    """Dispatch and combine by `Exchange`, at once and begun before something else; None, or what was wrong."""
     group = group_of(len(case.sizes))
     if group is None:
         return None
@@ -98,12 +98,18 @@ def exchange(case: Case) -> str | None:
         x, weights, ids, *extra = (t.to(case.device) for t in (x, weights, ids, *extra))
         got: Any = [exchange.dispatch(x, weights, ids, case.sizes, extra) for _ in range(2)]
         locals_ = [thunderep.local_experts(case.num_experts, rank, buffer.num_ranks) for rank in range(buffer.num_ranks)]
-        for g in got:
+        for i, g in enumerate(got):
             came = [t.cpu() for t in (g.x, g.topk_weights, g.topk_idx, *g.extra)]
             problem = dispatch_problem(came, case, buffer.local_experts)
             if problem:
                 return problem
             y = own_result(case, buffer.rank, came[2], buffer.local_experts, unread=g.routing is not None).to(case.device)
-            if not same_bits(exchange.combine(y, case.sizes, g.routing).cpu(), combined(case, buffer.rank, locals_)):
+            if i == 0:
+                out = exchange.combine(y, case.sizes, g.routing)
+            else:
+                finish = exchange.start_combine(y, case.sizes, g.routing)
+                y.fill_(0)
+                out = finish()
+            if not same_bits(out.cpu(), combined(case, buffer.rank, locals_)):
                 return "combine differs"
     return None

@@ -62,7 +62,7 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         extra_tensors: list[torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:
         """[T, ...] of each to [R, ...], R the sum of all ranks' T: rows, weights, global ids, and extra tensors if any came."""
-        exchange, sizes = self._exchange(hidden_states, topk_ids.shape[1], is_sequence_parallel)
+        exchange, sizes = self._exchange(hidden_states, topk_ids, is_sequence_parallel)
         if exchange is None:
             self._under_way[dbo_current_ubatch_id()] = _UnderWay(None, sizes, None)
             theirs: tuple[Any, ...] = super().dispatch(
@@ -83,7 +83,7 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         extra_tensors: list[torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:
         """As `dispatch`, for experts that choose for themselves: all rows, logits, and extra tensors if any came."""
-        exchange, sizes = self._exchange(hidden_states, 1, is_sequence_parallel)
+        exchange, sizes = self._exchange(hidden_states, None, is_sequence_parallel)
         self._under_way[dbo_current_ubatch_id()] = _UnderWay(exchange, sizes, None)
         if exchange is None:
             theirs: tuple[Any, ...] = super().dispatch_router_logits(
@@ -129,22 +129,24 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
                 exchange.buffer.close()
         super().destroy()
 
-    def _exchange(self, rows: torch.Tensor, topk: int, is_sequence_parallel: bool) -> tuple[Exchange | None, list[int]]:
+    def _exchange(
+        self, rows: torch.Tensor, topk_ids: torch.Tensor | None, is_sequence_parallel: bool
+    ) -> tuple[Exchange | None, list[int]]:
         """What moves these tokens, None for vLLM's manager, and every rank's T."""
         group = self._get_comm_group(is_sequence_parallel)
         sizes: list[int] = self._get_sizes(len(rows), group)
-        key = group.unique_name, rows.shape[1], topk
+        key = group.unique_name, rows.shape[1], 1 if topk_ids is None else topk_ids.shape[1]
         if key not in self._exchanges:
-            self._exchanges[key] = self._connect(group, rows, topk)
+            self._exchanges[key] = self._connect(group, rows, topk_ids)
         return self._exchanges[key], sizes
 
-    def _connect(self, group: Any, rows: torch.Tensor, topk: int) -> Exchange | None:
+    def _connect(self, group: Any, rows: torch.Tensor, topk_ids: torch.Tensor | None) -> Exchange | None:
         wish = plugin.transport() or "auto"
         buffer = Buffer(
             group.device_group,
             num_experts=self._num_experts or 1,
             hidden=rows.shape[1],
-            topk=topk,
+            topk=1 if topk_ids is None else topk_ids.shape[1],
             max_tokens=self._most_tokens,
             dtype=rows.dtype if rows.dtype.itemsize > 2 else torch.bfloat16,  # results are wider than 8-bit rows
             device=rows.device,
@@ -154,7 +156,10 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
             buffer.close()
             return None
         # vLLM's experts lie in blocks over all expert-parallel ranks, of which a group may be a part.
-        return Exchange(buffer, self._num_experts is not None and buffer.num_ranks == self.world_size)
+        exchange = Exchange(buffer, self._num_experts is not None and buffer.num_ranks == self.world_size)
+        if topk_ids is not None and rows.is_cuda:
+            exchange.warm_up(rows, topk_ids, self._most_tokens)
+        return exchange
 
 
 def _num_experts(config: Any) -> int | None:

@@ -227,8 +227,8 @@ def _environment(machine: Machine) -> Iterator[Finding]:
     said = machine.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     queues = int(said) if said.isdecimal() else DEFAULT_QUEUES
     if queues <= most_lanes(max(2, len(machine.gpus)), GPU_WAYS):
-        advice = "set 32: with fewer queues than streams that wait, a wait can hold up the signal that it waits for"
-        yield Finding("problem" if queues == 1 else "note", "environment", f"CUDA_DEVICE_MAX_CONNECTIONS is {queues}", advice)
+        advice = "set 32: with fewer queues than streams that wait, a wait holds up copies and kernels that need not wait"
+        yield Finding("note", "environment", f"CUDA_DEVICE_MAX_CONNECTIONS is {queues}", advice)
     if machine.environment.get("NCCL_SHM_DISABLE") == "1":
         advice = "unset it: without peer access NCCL then goes through the network"
         yield Finding("note", "environment", "NCCL_SHM_DISABLE is 1", advice)
