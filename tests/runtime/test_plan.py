@@ -192,7 +192,8 @@ def test_both_sides_of_every_flag_agree(call: Call) -> None:
             assert chunk.signal.value == 1
             assert set(chunk.signal.flags) <= set(chunk.wait.flags)
         for reader in peers[schedule.rank]:
-            receiving = list(chain.from_iterable(map(chunks, lanes(schedules[reader], f"receive from {schedule.rank}"))))
+            received = chain.from_iterable(map(chunks, lanes(schedules[reader], "receive")))
+            receiving = [chunk for chunk in received if chunk.wait.flags[0].owner == schedule.rank]
             assert all((c.wait.value, c.signal.value, c.wait.flags) == (1, 0, c.signal.flags) for c in receiving)
             signalled = [flag for chunk in sending for flag in chunk.signal.flags if flag.reader == reader]
             assert [flag for chunk in receiving for flag in chunk.wait.flags] == signalled
@@ -272,10 +273,11 @@ def test_only_lanes_with_work_are_planned(call: Call) -> None:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("ways", [1, 2])
 def test_lanes_are_as_many_as_said(num_ranks: int, ways: int) -> None:
-    """Two ways to an only peer; with several, their lanes overlap each other's, and hardware queues are few."""
+    """Two ways to an only peer; with several, their lanes overlap each other's. Hardware queues are few: CUDA takes 8."""
     staging = Staging.of(num_ranks, 64 << 20)
     schedules = [p(0, [4096] * num_ranks, [4096, 64], 4096, staging, 0, ways) for p in (plan_dispatch, plan_combine)]
     assert max(len(schedule.lanes) for schedule in schedules) == (most_lanes(num_ranks, ways) if num_ranks > 1 else 1)
+    assert most_lanes(num_ranks, ways) < 8
 
 
 @st.composite

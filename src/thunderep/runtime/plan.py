@@ -32,6 +32,9 @@ from thunderep.runtime.chunks import (
 )
 from thunderep.runtime.schedule import Copy, Flag, Lane, Memory, Place, Schedule, Signal, Step, Wait
 
+RECEIVE_LANES = 4
+"""Lanes at most that receive from several peers, who then share them: more hide nothing more, and each takes a queue."""
+
 GPU_WAYS = 2
 """`ways` where copy engines execute a schedule."""
 
@@ -81,7 +84,7 @@ def plan_combine(
 
 def most_lanes(num_ranks: int, ways: int) -> int:
     """Lanes that a schedule has at most."""
-    return ways + (ways if num_ranks == 2 else num_ranks - 1) + 1
+    return ways + (ways if num_ranks == 2 else min(num_ranks - 1, RECEIVE_LANES)) + 1
 
 
 def plan_combine_in_place(
@@ -114,9 +117,12 @@ def plan_combine_in_place(
 def _plan(
     rank: int, outgoing: Sequence[Sequence[Message]], local: tuple[Copy, ...], staging: Staging, bank: int, ways: int
 ) -> Schedule:
-    chunks = {"send": _send(rank, len(outgoing), in_turn(outgoing[rank], staging, bank))}
-    for owner in reversed(peers_of(rank, len(outgoing))):
-        chunks[f"receive from {owner}"] = _receive(rank, owner, in_turn(outgoing[owner], staging, bank))
+    chunks: dict[str, Iterable[_Part]] = {"send": _send(rank, len(outgoing), in_turn(outgoing[rank], staging, bank))}
+    owners = peers_of(rank, len(outgoing))[::-1]
+    for i in range(min(len(owners), RECEIVE_LANES)):
+        some = owners[i::RECEIVE_LANES]
+        incoming = [part for owner in some for part in _receive(rank, owner, in_turn(outgoing[owner], staging, bank))]
+        chunks[f"receive from {' and '.join(map(str, some))}"] = sorted(incoming, key=lambda part: part.turn)
     lanes = []
     for name, parts in chunks.items():
         count = ways if name == "send" or len(outgoing) == 2 else 1
