@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,8 @@ class Launch:
     ) -> None:
         self._kernel, self._grid, self._num_warps = kernel, (blocks, 1, 1), num_warps
         self._before, self._pointers, self._after, self._constants = before, pointers, after, constants
-        self._run: Any = None
+        self._binary: Any = None
+        self._device = -1
         self._rest = (*after, *constants.values())
 
     def __call__(self, tokens: int, *addresses: int | None) -> None:
@@ -60,8 +62,8 @@ class Launch:
             tokens: T, which follows `before`.
             addresses: What the pointers of this call point to; None where the kernel takes it.
         """
-        if self._run is not None:
-            self._run(*self._before, tokens, *addresses, *self._rest)
+        if self._binary is not None:
+            self._again((*self._before, tokens, *addresses, *self._rest))
             return
         before = [Pointer(address, torch.int64) for address in self._before]
         pointers = [
@@ -72,4 +74,19 @@ class Launch:
             *before, tokens, *pointers, *self._after, **self._constants, num_warps=self._num_warps
         )
         if launched is not None:  # Triton's interpreter has no binary
-            self._run = launched[self._grid]
+            self._binary, self._device = launched, torch.cuda.current_device()
+
+    def _again(self, arguments: tuple[Any, ...]) -> None:
+        """Launch the binary as Triton would, but for hooks, which it calls from C whether or not anyone has set some."""
+        binary = self._binary
+        if _hooked():
+            binary[self._grid](*arguments)
+        else:
+            stream = torch._C._cuda_getCurrentRawStream(self._device)
+            binary.run(*self._grid, stream, binary.function, binary.packed_metadata, None, None, None, *arguments)
+
+
+def _hooked() -> bool:
+    """Whether somebody, a profiler say, wants to know of launches."""
+    hooks = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return any(getattr(hook, "calls", hook) for hook in hooks)

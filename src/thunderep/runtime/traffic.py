@@ -9,6 +9,7 @@ from thunderep.runtime.transport import DTYPES, KINDS, OUTWARD, Call
 
 _DISPATCH = KINDS.index("dispatch")  # with it alone ids travel
 _ITEM_BYTES = [dtype.itemsize for dtype in DTYPES]
+_MOST_NEW = 1000
 
 
 class Stats(NamedTuple):
@@ -47,27 +48,37 @@ class Traffic:
 
     def __init__(self, num_ranks: int) -> None:
         self._peers = num_ranks - 1
+        self._new: dict[tuple[Call, int], int] = {}  # how often, not yet in the sums below
         self._operations = [0] * len(KINDS)
         self._own_rows = self._sent = self._received = self._returned = 0  # bytes
 
     def add(self, call: Call, peers_rows: int) -> None:
         """Count an operation in which all peers together have so many rows."""
-        kind, tokens, _, dtype, hidden, topk, idx_dtype, scales, _ = call
-        row = hidden * _ITEM_BYTES[dtype]
-        if topk:
-            row += topk * (4 + _ITEM_BYTES[idx_dtype] if kind == _DISPATCH else 4)
-        if scales > 0:
-            row += 4 * scales
-        self._operations[kind] += 1
-        if OUTWARD[kind]:
-            self._own_rows += tokens * row
-            self._received += peers_rows * row
-        else:
-            self._sent += peers_rows * row
-            self._returned += tokens * row
+        key = call, peers_rows
+        self._new[key] = self._new.get(key, 0) + 1
+        if len(self._new) > _MOST_NEW:
+            self._sum_up()
+
+    def _sum_up(self) -> None:
+        for (call, peers_rows), count in self._new.items():
+            kind, tokens, _, dtype, hidden, topk, idx_dtype, scales, _ = call
+            row = hidden * _ITEM_BYTES[dtype]
+            if topk:
+                row += topk * (4 + _ITEM_BYTES[idx_dtype] if kind == _DISPATCH else 4)
+            if scales > 0:
+                row += 4 * scales
+            self._operations[kind] += count
+            if OUTWARD[kind]:
+                self._own_rows += count * tokens * row
+                self._received += count * peers_rows * row
+            else:
+                self._sent += count * peers_rows * row
+                self._returned += count * tokens * row
+        self._new.clear()
 
     def stats(self, waited: Sequence[float] | None = None) -> Stats:
         """What has been counted, and what the caller knows of waits."""
+        self._sum_up()
         operations = dict(zip(KINDS, self._operations, strict=True))
         sent = self._sent + (self._own_rows if self._peers else 0)
         received = self._received + self._peers * self._returned
