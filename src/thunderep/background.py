@@ -108,7 +108,7 @@ class SideStream:
         caller = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(caller)
         with torch.cuda.stream(self._stream):
-            started = OnStream(operation(*kept), kept, caller, self._under_way)
+            started = OnStream(operation(*kept), kept, caller, self._stream, self._under_way)
         self._under_way.append(started)
         return started
 
@@ -126,8 +126,10 @@ class SideStream:
 class OnStream:
     """An operation that was issued to a side stream, the current one."""
 
-    def __init__(self, result: Any, kept: _Tensors, caller: torch.cuda.Stream, under_way: list[OnStream]) -> None:
-        self._result, self._kept, self._caller, self._under_way = result, kept, caller, under_way
+    def __init__(
+        self, result: Any, kept: _Tensors, caller: torch.cuda.Stream, side: torch.cuda.Stream, under_way: list[OnStream]
+    ) -> None:
+        self._result, self._kept, self._caller, self._side, self._under_way = result, kept, caller, side, under_way
         self._captured = torch.cuda.is_current_stream_capturing()
         self._done = torch.cuda.Event()
         self._done.record()
@@ -152,9 +154,14 @@ class OnStream:
                 "an operation with async_op=True that began before this CUDA graph's capture has not been waited for;"
                 " call its work.wait() before the capture begins"
             )
-        torch.cuda.current_stream(self._caller.device).wait_event(self._done)
+        current = torch.cuda.current_stream(self._caller.device)
+        current.wait_event(self._done)
         if self in self._under_way:
             self._under_way.remove(self)
+        if current != self._caller:  # on which the copies were made: there their memory is free at once
+            for tensor in self._kept:
+                if tensor is not None:
+                    tensor.record_stream(self._side)
         self._kept = ()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -22,7 +23,7 @@ from thunderep.runtime.rendezvous import Rendezvous, compare, host_id
 from thunderep.runtime.staging import Shape
 from thunderep.runtime.traffic import Stats
 from thunderep.runtime.transport import DTYPES, Call, Transport
-from thunderep.turn import Turn
+from thunderep.turn import StreamOrder, Turn
 from thunderep.version import __version__
 from thunderep.workspace import Workspace
 
@@ -123,6 +124,9 @@ class Buffer:
         wish = Wish(choose(transport, answers), self._shape, self.device, staging_bytes, timeout)
         self.transport, self._transport = connect(wish, group, meeting, answers)
         self._pending = Pending(self.name, self.device, self.transport)
+        # From here on whatever fails, or whoever forgets to close, leaves nothing behind.
+        self._finalizer = weakref.finalize(self, _close, self._transport, self._pending, self._pid)
+        self._order = StreamOrder(self.device) if self.transport in ("dma", "direct", "auto") else None
         starts = [local_experts(num_experts, rank, self.num_ranks).start for rank in range(self.num_ranks)]
         self.expert_bounds = torch.tensor([*starts, num_experts], device=self.device)
         self.workspace = Workspace(self.num_ranks * max_tokens * (hidden * dtype.itemsize + topk * 4), self.device)
@@ -132,7 +136,6 @@ class Buffer:
         self.calls: dict[Hashable, Call] = {}  # by the signature of arguments that were validated
         self._closed = False
         _buffers[self.name] = self
-        self._finalizer = weakref.finalize(self, _close_transport, self._transport, self._pid)
         _log.info("%r made, on %s, asked for transport %r", self, self.device, transport)
 
     @property
@@ -161,8 +164,9 @@ class Buffer:
         self._closed = True
         if _buffers.get(self.name) is self:
             del _buffers[self.name]
-        self._finalizer()
-        self._pending.close()
+        # On a GPU nothing may be issued meanwhile; who issues waits for nobody.
+        with self._turn if self._order is not None else contextlib.nullcontext():
+            self._finalizer()
 
     @property
     def pending(self) -> Pending:
@@ -182,7 +186,7 @@ class Buffer:
             self.check()
             elsewhere = torch.cuda.current_device() != self.device.index
         self._pending.join()
-        return Turn(transport, self._turn, torch.cuda.device(self.device) if elsewhere else None)
+        return Turn(transport, self._turn, torch.cuda.device(self.device) if elsewhere else None, self._order)
 
     def __enter__(self) -> Buffer:
         return self
@@ -257,6 +261,7 @@ def _device(device: torch.device | str | None) -> torch.device:
     return chosen
 
 
-def _close_transport(transport: Transport, pid: int) -> None:
+def _close(transport: Transport, pending: Pending, pid: int) -> None:
     if pid == os.getpid():  # a forked child does not own what it inherited
         transport.close()
+        pending.close()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import threading
 import time
+import unittest.mock
 from typing import Any
 
 import torch
@@ -42,6 +46,37 @@ def forever(tokens: int = 512) -> None:
     """Operations without an end."""
     while True:
         once(tokens)
+
+
+def forgotten() -> list[str]:
+    """Buffers with operations in the background, of which nothing is kept: the threads that are left of them."""
+    for _ in range(3):
+        make()
+        mine = random_tokens(0, 3, hidden=256, num_experts=8, topk=2)
+        buffer = _kept.pop("buffer")
+        thunderep.dispatch(mine.x, mine.topk_idx, mine.topk_weights, 8, buffer, async_op=True).wait()
+        del buffer
+        gc.collect()
+    deadline = time.monotonic() + 5
+    while (left := [t.name for t in threading.enumerate() if "async" in t.name]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def half_made(failing: int) -> tuple[str, float]:
+    """Make a Buffer, of which one rank runs out of memory in the end; what then is said, and after how many seconds."""
+    if dist.get_rank() == failing:
+        with unittest.mock.patch("thunderep.buffer.Workspace", side_effect=MemoryError), contextlib.suppress(MemoryError):
+            make()
+        gc.collect()
+        return "", 0.0
+    make()
+    try:
+        began = time.monotonic()
+        _kind, _rank, text, at = until_error(8)
+        return text, at - began
+    finally:
+        close()
 
 
 def until_error(tokens: int = 512) -> tuple[str, int, str, float]:

@@ -186,6 +186,17 @@ def test_exit_without_close_never_hangs(how: str, tmp_path: Path) -> None:
     assert codes == [1 if how == "error" else 0, 0]
 
 
+def test_a_buffer_that_nobody_keeps_leaves_no_thread(four_ranks: Callable[[], Ranks]) -> None:
+    assert four_ranks().run(failures.forgotten) == [[]] * 4
+
+
+def test_a_rank_that_fails_to_make_its_buffer_is_named(four_ranks: Callable[[], Ranks]) -> None:
+    for rank, (text, seconds) in enumerate(four_ranks().run(failures.half_made, 2)):
+        if rank != 2:
+            assert "rank 2 closed its Buffer" in text
+            assert seconds < 5
+
+
 def test_a_forked_child_is_told_to_spawn() -> None:
     with Ranks(2) as ranks:
         ranks.run(failures.make)

@@ -94,3 +94,16 @@ def started_before_capture() -> str:
     work.wait()
     torch.cuda.synchronize()
     return said
+
+
+def different_sizes() -> tuple[str, str]:
+    """Operations in which every rank has another number of tokens, and none gives max_tokens: the error in the end."""
+    mine = everyone(0, 4 + 2 * kept().rank)[kept().rank]
+    try:
+        for _ in range(100):
+            thunderep.dispatch(mine.x.cuda(), mine.topk_idx.cuda(), mine.topk_weights.cuda(), EXPERTS, kept())
+            torch.cuda.synchronize()
+            time.sleep(0.05)
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    return "none", ""

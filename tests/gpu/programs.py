@@ -179,3 +179,39 @@ def from_another_device(transport: str) -> bool:
             wanted = reference.combine([r[0] for r in received], [r[4] for r in received])[buffer.rank]
             right += [same_bits(out.cpu(), wanted), round_.check(3, replay=False)]
         return all(right)
+
+
+def one_replays_what_others_issue(transport: str, steps: int) -> list[int]:
+    """In turn another rank replays a graph of the operations that the others run eagerly: steps in which it differs."""
+    with make(transport) as buffer:
+        round_ = Round(buffer, 8, 2)
+        round_.capture()
+        if buffer.rank == 0:
+            round_.check(0, replay=True)  # ranks have issued different numbers of operations from here on
+        else:
+            round_.check(0, replay=False)
+        return [s for s in range(1, steps) if not round_.check(s, replay=s % buffer.num_ranks == buffer.rank)]
+
+
+def from_several_streams(transport: str, steps: int) -> list[int]:
+    """Operations from two streams that nobody orders among themselves, where ranks are late on different ones: wrong steps."""
+    with make(transport) as buffer:
+        rounds = [Round(buffer, tokens, 2) for tokens in (8, MOST)]
+        wanted = [[result.clone() for result in round_.run()] for round_ in rounds]
+        streams = [torch.cuda.Stream() for _ in rounds]
+        busy = torch.randn(2048, 2048, device="cuda")
+        torch.cuda.synchronize()
+        wrong = []
+        for step in range(steps):
+            with torch.cuda.stream(streams[(step + buffer.rank) % 2]):
+                for _ in range(20):
+                    torch.mm(busy, busy)
+            results = []
+            for stream, round_ in zip(streams, rounds, strict=True):
+                with torch.cuda.stream(stream):
+                    results.append(round_.run())
+            torch.cuda.synchronize()
+            pairs = zip(results, wanted, strict=True)
+            if not all(same_bits(a, b) for got, want in pairs for a, b in zip(got, want, strict=True)):
+                wrong.append(step)
+        return wrong

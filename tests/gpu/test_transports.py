@@ -85,6 +85,28 @@ def test_an_operation_that_began_before_a_capture_is_named(transport: str, gpu_r
     gpu_ranks().run(programs.close)
 
 
+@TRANSPORTS
+def test_one_rank_may_replay_what_others_issue(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
+    found = gpu_ranks().run(programs.one_replays_what_others_issue, transport, 30, timeout=280)
+    assert found == [[]] * len(found)
+
+
+@TRANSPORTS
+def test_operations_come_from_several_streams(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
+    found = gpu_ranks().run(programs.from_several_streams, transport, 12, timeout=280)
+    assert found == [[]] * len(found)
+
+
+@TRANSPORTS
+def test_ranks_that_disagree_are_all_told(transport: str) -> None:
+    with start() as ranks:
+        ranks.run(programs.keep, transport)
+        assert ranks.run(programs.once) == [True] * ranks.num_ranks
+        for kind, text in ranks.run(failures.different_sizes, timeout=60):
+            assert kind == "RuntimeError"
+            assert "ranks disagree on max_tokens" in text
+
+
 @pytest.mark.parametrize("queues", ["1", "2"])
 def test_lanes_may_share_hardware_queues(queues: str) -> None:
     """Of calls many times the staging, where lanes wait for each other again and again."""

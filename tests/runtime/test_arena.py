@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
 import multiprocessing
 import os
 import signal
@@ -164,7 +166,7 @@ def test_the_layout_overlaps_nowhere(num_ranks: int) -> None:
     assert all(start + size <= following for (start, size), (following, _) in pairwise(extents))
     assert extents[-1][0] + extents[-1][1] <= layout.nbytes
     assert all(layout.slots(rank) % 4096 == 0 for rank in range(num_ranks))
-    assert arena.CONTROL_ANNOUNCE + 2 * arena.ANNOUNCE_BYTES <= arena.CONTROL_BYTES
+    assert arena.CONTROL_RECORDS + arena.RECORDS * arena.RECORD_BYTES <= arena.CONTROL_BYTES
 
 
 def test_a_forked_child_does_not_keep_the_memory() -> None:
@@ -179,4 +181,18 @@ def test_a_forked_child_does_not_keep_the_memory() -> None:
     assert os.read(read, 10) == b"gone"
     os.close(read)
     os.close(write)
+    owner.segment.close()
+
+
+def test_a_forked_child_may_drop_the_segment() -> None:
+    """Where it lay in the parent, the child may have mapped something else by then."""
+    owner = Owner(NBYTES, "memfd")
+    owner.release()
+    child = os.fork()
+    if child == 0:
+        others = [mmap.mmap(-1, NBYTES) for _ in range(3)]
+        del owner
+        gc.collect()
+        os._exit(sum(other[0] for other in others))
+    assert os.waitpid(child, 0)[1] == 0
     owner.segment.close()

@@ -196,6 +196,7 @@ def stand_in(denied: str) -> None:
     standing: dict[str, Any] = {
         "Stream": lambda device: stream,
         "current_stream": lambda: stream,
+        "is_current_stream_capturing": lambda: False,
         "device": lambda device: contextlib.nullcontext(),
         "synchronize": lambda: None,
         "get_device_properties": lambda device: SimpleNamespace(uuid=f"GPU-{dist.get_rank()}"),

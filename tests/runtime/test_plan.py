@@ -290,8 +290,8 @@ def streaming(draw: st.DrawFn) -> list[Call]:
     widest = 2 * staging.nbytes // max_rows
     row_bytes = draw(st.integers(1, widest)), draw(st.integers(0, 9))
     return [
-        Call(partial(planner, ways=ways), tuple(rows), row_bytes, max_rows, staging, bank)
-        for bank, planner in enumerate(draw(st.permutations([plan_dispatch, plan_combine])))
+        Call(partial(planner, ways=ways), tuple(rows), row_bytes, max_rows, staging, draw(st.integers(0, 1)))
+        for planner in draw(st.permutations([plan_dispatch, plan_combine]))
     ]
 
 

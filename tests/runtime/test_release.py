@@ -120,3 +120,29 @@ def test_nothing_under_way_is_not_silent(pair: Pair) -> None:
     pair.both_post()
     assert not pair.released.wait(1.5)
     pair.mine.check()
+
+
+def test_a_peer_that_makes_another_call_is_found_by_both(pair: Pair) -> None:
+    pair.mine.post(CALL)
+    pair.mine.compare()
+    pair.theirs.post(CALL._replace(tokens=0))
+    pair.theirs.compare()  # tokens may differ
+    for ahead in range(3):
+        pair.mine.post(CALL._replace(max_tokens=5 + ahead))
+    pair.state = b"waiting"
+    pair.theirs.post(CALL._replace(max_tokens=4))
+    with pytest.raises(RuntimeError, match="disagree on max_tokens: rank 0 has 5, rank 1 has 4 ") as caught:
+        pair.theirs.compare()
+    assert pair.released.wait(5)
+    for control in (pair.mine, pair.theirs):
+        with pytest.raises(RuntimeError) as told:
+            control.check()
+        assert str(told.value) == str(caught.value)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_captured_calls_are_compared_with_none(who: int, pair: Pair) -> None:
+    pair.mine.post(CALL, captured=who == 0)
+    pair.theirs.post(CALL._replace(max_tokens=7), captured=who == 1)
+    pair.theirs.compare()
+    pair.mine.compare()

@@ -46,7 +46,7 @@ def require(condition: bool, name: str, got: object, expected: object) -> None:
 def require_device(buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError unless all tensors are where the Buffer's are."""
     for name, tensor in tensors.items():
-        if tensor.device.type != buffer.device.type:
+        if tensor.device.type != buffer.device.type or (tensor.is_cuda and tensor.device.index != buffer.device.index):
             raise ValueError(f"{name}: got a tensor on {tensor.device}, expected one on the Buffer's {buffer.device}")
 
 

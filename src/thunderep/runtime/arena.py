@@ -25,6 +25,7 @@ import secrets
 import stat
 import sys
 import tempfile
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,22 +35,22 @@ from thunderep.runtime.schedule import Flag
 
 PREFIX = "thunderep-"
 TOKEN_BYTES = 64
-CONTROL_BYTES = 1024
+CONTROL_BYTES = 4096
 FLAG_BYTES = 64
 
 CONTROL_STATUS = 0
 """Offset of the rank's status word; the word after it holds whom it blames (see `host`)."""
 CONTROL_DOORBELL = 64
 """Offset of the word that changes whenever something that this rank may wait for has happened."""
-CONTROL_ANNOUNCE = 128
-"""Offset of the rank's two announcement records of `ANNOUNCE_BYTES` each, used in turn."""
-ANNOUNCE_BYTES = 128
-CONTROL_PROBE = 448
+CONTROL_PROBE = 128
 """Offset of a word to try things on."""
-
 CONTROL_LANES = 512
 """Offset of a word for each lane of a GPU's operation: 1 while it is under way."""
-MAX_LANES = (CONTROL_BYTES - CONTROL_LANES) // 4
+MAX_LANES = 128
+CONTROL_RECORDS = 1024
+"""Offset of the rank's `RECORDS` records of `RECORD_BYTES` each, used in turn (see `records`)."""
+RECORDS = 16
+RECORD_BYTES = 128
 
 Kind = Literal["memfd", "file"]
 
@@ -101,6 +102,19 @@ class Handle:
     token: str
 
 
+_mapped: weakref.WeakSet[Segment] = weakref.WeakSet()
+
+
+def _keep_in_child() -> None:
+    """Never unmap in a forked child: there is nothing at these addresses, until the child maps something else there."""
+    for segment in tuple(_mapped):
+        if segment.is_open:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(segment.bytes))
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
+
+
 class Segment:
     """One mapping of a shared segment. `close()` is idempotent."""
 
@@ -113,6 +127,12 @@ class Segment:
         self.address = ctypes.addressof(self._anchor)
         self.nbytes = nbytes
         self.words = memoryview(self._mmap).cast("I")
+        _mapped.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is mapped."""
+        return self._mmap is not None
 
     @property
     def bytes(self) -> mmap.mmap:

@@ -8,23 +8,23 @@ whoever waits for it raises too.
 from __future__ import annotations
 
 import logging
-import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 
 from thunderep.runtime import arena
 from thunderep.runtime.futex import fence, futex_wait, futex_wake
+from thunderep.runtime.records import Records
 from thunderep.runtime.trace import phase
 from thunderep.runtime.transport import KINDS, Call, agree
 from thunderep.runtime.watchdog import PeerError, Watchdog
 
-_RECORD = struct.Struct("<10q")  # an announcement: its sequence number, then the fields of a Call
-_SEQUENCE = struct.Struct("<q")
 _log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05
+_DOUBT_SECONDS = 1.0  # what takes longer may be what ranks disagree on
 _BUSY_FACTOR = 10
 _BUSY_SHARE = 0.1
+_BUSY_SECONDS = 0.2
 
 _OPEN, _CLOSED, _BROKEN = 0, 1, 2
 
@@ -52,16 +52,18 @@ class Control:
         self._watchdog = watchdog
         self._timeout = timeout
         self._rings = 0
-        self._broken: PeerError | None = None
+        self._records = Records(segment, layout, rank)
+        self._broken: RuntimeError | None = None
         self._closing = False
-        self._written: list[Call | None] = [None, None]  # what the two records hold
         self.sequence = 0
         self.waited = [0.0] * layout.num_ranks
 
     def check(self) -> None:
         """Raise the error that broke the Buffer, if one did."""
-        if self._broken is not None:
+        if isinstance(self._broken, PeerError):
             raise PeerError(str(self._broken), self._broken.rank)
+        if self._broken is not None:
+            raise RuntimeError(str(self._broken))
 
     def release(self) -> bool:
         """Have whoever waits in another thread raise; whether this is the first call."""
@@ -77,42 +79,46 @@ class Control:
         self._watchdog.close()
         self._segment.close()
 
-    def post(self, call: Call) -> int:
-        """Write this rank's next call down, waiting for nobody. Returns where in the control blocks."""
+    def post(self, call: Call, captured: bool = False) -> None:
+        """Write this rank's next call down, waiting for nobody.
+
+        Args:
+            call: The call.
+            captured: Whether this or an earlier call was captured: replays are not numbered, so it is compared with none.
+        """
         self.check()
         if self._closing:
             raise RuntimeError("the Buffer is closed")
         self.sequence += 1
-        at = arena.CONTROL_ANNOUNCE + self.sequence % 2 * arena.ANNOUNCE_BYTES
-        memory, record = self._segment.bytes, self._layout.control(self._rank, at)
-        if call is not self._written[self.sequence % 2]:
-            self._written[self.sequence % 2] = call
-            _RECORD.pack_into(memory, record, 0, *call)
-            fence()  # whoever sees the sequence number sees the call
-        _SEQUENCE.pack_into(memory, record, self.sequence)
-        return at
+        self._records.write(self.sequence, call, captured)
+
+    def compare(self) -> None:
+        """Raise if a peer that has come to this rank's latest call makes another one.
+
+        Whoever comes last finds it. What peers have issued cannot be called back, so the Buffer is broken; they find why.
+        """
+        found = self._records.disagreement(self.sequence)
+        if found is not None:
+            error = RuntimeError(found)
+            self.give_up(error)
+            raise error
 
     @phase("announce")
     def announce(self, call: Call) -> list[int]:
-        """Tell all ranks this rank's next call and return T of all ranks.
-
-        A record may be written again two operations later: a rank announces an operation only after all have
-        announced the one before it, and so have read the records of the one before that.
-        """
-        at = self.post(call)
-        sequence, name, memory = self.sequence, KINDS[call.kind], self._segment.bytes
+        """Tell all ranks this rank's next call and return T of all ranks."""
+        self.post(call)
+        sequence, name, records = self.sequence, KINDS[call.kind], self._records
         self.ring(self._peers)
-        records = [self._layout.control(rank, at) for rank in range(self._layout.num_ranks)]
         absent = list(self._peers)
 
         def arrived() -> bool:
             before = len(absent)
-            absent[:] = [rank for rank in absent if _SEQUENCE.unpack_from(memory, records[rank])[0] != sequence]
+            absent[:] = [rank for rank in absent if not records.has(rank, sequence)]
             return len(absent) < before
 
         self.wait(lambda: arrived() or not absent, lambda: not absent, lambda: absent, f"{name} {sequence}: its arrival")
         fence()
-        return agree([Call(*_RECORD.unpack_from(memory, record)[1:]) for record in records])
+        return agree([records.read(rank, sequence) for rank in range(self._layout.num_ranks)])
 
     def wait(
         self, advance: Callable[[], bool], ended: Callable[[], bool], waits_for: Callable[[], Sequence[int]], what: str
@@ -155,12 +161,17 @@ class Control:
 
         A peer that closed its Buffer after as many operations as this rank has done its part in all of them.
         """
-        done = {rank: self._last_operation(rank)[0] for rank in self._peers}
+        done = {rank: self._records.last(rank)[0] for rank in self._peers}
         left = [rank for rank in self._peers if self._status(rank)[0] != _CLOSED or done[rank] < self.sequence]
         return sorted(left, key=lambda rank: done[rank])
 
-    def verdict(self, ranks: Sequence[int], what: str, seconds: float) -> PeerError | None:
-        """A PeerError if what this rank has waited for from `ranks`, for so many seconds, cannot come any more."""
+    def verdict(self, ranks: Sequence[int], what: str, seconds: float) -> RuntimeError | None:
+        """An error if what this rank has waited for from `ranks`, for so many seconds, cannot come any more."""
+        if seconds > _DOUBT_SECONDS or any(self._status(rank)[0] == _BROKEN for rank in self._peers):
+            latest = range(max(1, self.sequence - arena.RECORDS + 1), self.sequence + 1)
+            found = next(filter(None, map(self._records.disagreement, latest)), None)
+            if found is not None:
+                return RuntimeError(found)
         return self._gave_up(ranks, what) or self._gone(ranks, what, seconds)
 
     def _gave_up(self, ranks: Sequence[int], what: str) -> PeerError | None:
@@ -201,31 +212,26 @@ class Control:
 
     def _compiles(self, rank: int, seconds: float) -> bool:
         """Whether a rank that has not made its first call is at work: it may compile for minutes, and then uses its CPU."""
-        if self._last_operation(rank)[0] > 0 or seconds > _BUSY_FACTOR * self._timeout:
+        if self._records.last(rank)[0] > 0 or seconds > _BUSY_FACTOR * self._timeout:
             return False
         before = self._watchdog.cpu_seconds(rank)
-        time.sleep(_LOOK_SECONDS)
-        return self._watchdog.cpu_seconds(rank) - before > _BUSY_SHARE * _LOOK_SECONDS
+        time.sleep(_BUSY_SECONDS)
+        return self._watchdog.cpu_seconds(rank) - before > _BUSY_SHARE * _BUSY_SECONDS
 
     def _peer_error(self, rank: int, fault: str, what: str) -> PeerError:
         known = []
         for r in range(self._layout.num_ranks):
-            sequence, kind = self._last_operation(r)
+            sequence, kind = self._records.last(r)
             known.append(f"rank {r}: {KINDS[kind]} {sequence}" if sequence else f"rank {r}: none yet")
         text = f"rank {rank} {fault}, while rank {self._rank} waited in {what}; last known operations: {', '.join(known)}"
         return PeerError(text, rank)
 
-    def _last_operation(self, rank: int) -> tuple[int, int]:
-        """Sequence number and kind of the operation that `rank` announced last."""
-        records = (self._layout.control(rank, arena.CONTROL_ANNOUNCE + i * arena.ANNOUNCE_BYTES) for i in (0, 1))
-        return max(_RECORD.unpack_from(self._segment.bytes, record)[:2] for record in records)
-
     def give_up(self, error: BaseException) -> None:
         """Let nobody wait for this rank: the Buffer is broken from here on."""
-        if isinstance(error, PeerError):
-            self._broken, blamed = error, error.rank
+        blamed = error.rank if isinstance(error, PeerError) else self._rank
+        if isinstance(error, RuntimeError):
+            self._broken = error
         else:
-            blamed = self._rank
             self._broken = PeerError(f"rank {blamed}: an operation was interrupted by {type(error).__name__}", blamed)
         _log.warning("a Buffer is broken: %s", self._broken)
         self._set_status(_BROKEN, blamed)

@@ -144,6 +144,12 @@ def allocate(nbytes: int) -> Iterator[int]:
         _call("cuMemFree", address)
 
 
+def capture_id(stream: int) -> int:
+    """What tells the capture that a stream is part of from all others; 0: it is part of none."""
+    status, number, *_ = _call("cuStreamGetCaptureInfo", stream)
+    return int(number) if int(status) == int(_driver().CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE) else 0
+
+
 def synchronize() -> None:
     """Wait until the current context's GPU has done all it was given; the host then sees what copies wrote."""
     _call("cuCtxSynchronize")

@@ -49,7 +49,6 @@ class CopyEngines:
 
     def __init__(self, segment: arena.Segment, pinned: int, layout: arena.Layout, rank: int, device: torch.device) -> None:
         self._segment, self._pinned, self._layout, self._rank = segment, pinned, layout, rank
-        self._operations = 0
         self._streams = [torch.cuda.Stream(device) for _ in range(most_lanes(layout.num_ranks, GPU_WAYS))]
         self._program = lru_cache(maxsize=256)(self._make_program)
 
@@ -72,8 +71,7 @@ class CopyEngines:
     def run(self, kind: str, max_rows: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Issue a "dispatch" or a "combine", with M rows a rank, to the current stream."""
         row_bytes = tuple(t.numel() // len(t) * t.element_size() if len(t) else 0 for t in outputs)
-        program = self._program(kind, row_bytes, max_rows, self._operations % 2)
-        self._operations += 1
+        program = self._program(kind, row_bytes, max_rows)
         bases = (0, *(t.data_ptr() for t in inputs), *(t.data_ptr() for t in outputs))
         limits = (0, *(t.numel() * t.element_size() for t in inputs))
         caller = torch.cuda.current_stream()
@@ -93,7 +91,7 @@ class CopyEngines:
         for stream in streams:
             caller.wait_stream(stream)
 
-    def _make_program(self, kind: str, row_bytes: tuple[int, ...], max_rows: int, bank: int) -> _Program:
+    def _make_program(self, kind: str, row_bytes: tuple[int, ...], max_rows: int) -> _Program:
         lanes, queues = most_lanes(self._layout.num_ranks, GPU_WAYS), cuda.hardware_queues()
         if queues <= lanes:
             warnings.warn(
@@ -102,7 +100,7 @@ class CopyEngines:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        planner = plan_dispatch if kind == "dispatch" else plan_combine
+        planner, bank = (plan_dispatch, 0) if kind == "dispatch" else (plan_combine, 1)
         rows = [max_rows] * self._layout.num_ranks
         schedule = planner(self._rank, rows, row_bytes, max_rows, self._layout.staging, bank, GPU_WAYS)
         return _Program(len(schedule.lanes), list(self._instructions(schedule, len(row_bytes))))

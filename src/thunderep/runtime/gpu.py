@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -18,7 +20,7 @@ from thunderep.runtime.dma import CopyEngines
 from thunderep.runtime.release import Releaser
 from thunderep.runtime.rendezvous import Rendezvous, require_able
 from thunderep.runtime.traffic import Stats, Traffic
-from thunderep.runtime.transport import ByRank, Call, Scratch
+from thunderep.runtime.transport import DTYPES, OUTWARD, ByRank, Call, Scratch
 from thunderep.runtime.tuning import Thresholds
 from thunderep.runtime.window import Region, Window
 
@@ -101,14 +103,24 @@ class GpuTransport:
             self._window = Window(segment, pinned, layout.window, region, rank, device)
         peers = [peer for peer in range(layout.num_ranks) if peer != rank]
         self._releaser = Releaser(control, peers, self._state, self._release)
+        self._by_kernels = lru_cache(maxsize=4096)(self._takes_kernels)
+        self._captured = False  # whether any call was
         self._closed = False
 
     def window(self, call: Call) -> Window | None:
         """Announce the call and return the window in which kernels do all of it; None if the other methods are to move it."""
-        if self._window is None or not self._thresholds.take(call):
+        if self._window is None or not self._by_kernels(call):
             return None
         self._begin(call)
         return self._window
+
+    def _takes_kernels(self, call: Call) -> bool:
+        """Whether kernels are to move such calls; where copy engines could, only if the window has room for their rows."""
+        if self._window is None or not self._thresholds.take(call):
+            return False
+        row_bytes = call.hidden * DTYPES[call.dtype].itemsize
+        holds = self._window.region.holds(OUTWARD[call.kind], row_bytes, call.topk, max(0, call.scales))
+        return holds or self._thresholds.dispatch == sys.maxsize
 
     def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
         """Give every rank all rows of all ranks. The ids' payload must have M rows: what is past T reads -1 there."""
@@ -124,10 +136,17 @@ class GpuTransport:
 
     def _run(self, kind: str, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         self._begin(call)
-        self._engines.run(kind, call.max_tokens, inputs, outputs)
+        try:
+            self._engines.run(kind, call.max_tokens, inputs, outputs)
+        except BaseException as error:
+            if not torch.cuda.is_current_stream_capturing():  # then nothing was issued, whatever the capture holds
+                self._control.give_up(error)
+            raise
 
     def _begin(self, call: Call) -> None:
-        self._control.post(call)
+        self._captured = self._captured or torch.cuda.is_current_stream_capturing()
+        self._control.post(call, self._captured)
+        self._control.compare()
         self._traffic.add(call, (self._num_ranks - 1) * call.max_tokens)
 
     def _state(self) -> bytes:

@@ -7,9 +7,9 @@ to copy. The writer waits for 0 (its credit), writes and signals 1; the reader w
 Flags carry no sequence numbers and come back to 0, so a schedule may be replayed at any time and in any order that
 all ranks share.
 
-**Double-buffering and streaming.** Operation i starts at the ring's first or second half in turn (`bank`), so a call
-that fits one half never waits for the readers of the call before. A larger call runs on round the ring as credits
-come back. Sending and each receiving direction are lanes of their own, so a full ring never deadlocks.
+**Double-buffering and streaming.** An operation starts at the ring's first or second half (`bank`), as all ranks agree; if
+operations take turns, a call that fits one half never waits for the readers of the call before. A larger call runs on round
+the ring as credits come back. Sending and receiving are lanes of their own, so a full ring never deadlocks.
 
 Shape legend: N ranks; T[r] rows of rank r; M `max_rows`, the row stride between ranks in a receive buffer; all sizes
 in bytes unless they are called rows. Python integers have no width, so nothing overflows.
@@ -56,7 +56,7 @@ def plan_dispatch(
         row_bytes: Bytes in a row of each payload (rows, ids, weights, ...).
         max_rows: M; row i of rank r arrives in row r * M + i of every rank's outputs.
         staging: The ring, the same on all ranks.
-        bank: 0 or 1, in turn from operation to operation, the same on all ranks.
+        bank: Half of the ring in which to start, 0 or 1, the same on all ranks.
         ways: Lanes for sending, and for receiving from an only peer, the same on all ranks. With two, one lane's signals and
             waits overlap the other's copies; several peers' lanes overlap each other's as it is.
     """

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from thunderep.runtime.control import Control
-from thunderep.runtime.watchdog import PeerError
 
 _LOOK_SECONDS = 0.1
 _RELEASE_SECONDS = 0.001
@@ -60,7 +59,7 @@ class Releaser:
             if broken:
                 self._release()
 
-    def _look(self, seconds: float) -> PeerError | None:
+    def _look(self, seconds: float) -> RuntimeError | None:
         """Why what has not changed for so long will not, if so."""
         ranks = self._control.awaited() if seconds < _CLOSED_SECONDS else self._peers
         return self._control.verdict(ranks, "an operation on the GPU", seconds)

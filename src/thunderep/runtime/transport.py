@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -122,20 +122,23 @@ def agree(calls: Sequence[Call]) -> list[int]:
     Raises:
         RuntimeError: They are not; each rank's value is listed.
     """
-    if any(call._replace(tokens=0) != calls[0]._replace(tokens=0) for call in calls):
-        raise RuntimeError(_difference(calls))
+    found = difference(dict(enumerate(calls)))
+    if found is not None:
+        raise RuntimeError(found)
     return [call.tokens for call in calls]
 
 
-def _difference(calls: Sequence[Call]) -> str:
-    """What calls that are not one operation differ in first."""
+def difference(calls: Mapping[int, Call]) -> str | None:
+    """What calls, by rank, that are not one operation differ in first; None if they are."""
+    if len({call._replace(tokens=0) for call in calls.values()}) <= 1:
+        return None
     show = {
         "kind": lambda value: KINDS[value],
         "dtype": lambda value: str(DTYPES[value]),
         "idx_dtype": lambda value: str(DTYPES[value]),
         "sizes": lambda value: f"a list of checksum {value:#010x}",
     }
-    name = next(n for n in Call._fields if n != "tokens" and len({getattr(call, n) for call in calls}) > 1)
-    listed = ", ".join(f"rank {rank} has {show.get(name, str)(getattr(call, name))}" for rank, call in enumerate(calls))
+    name = next(n for n in Call._fields if n != "tokens" and len({getattr(call, n) for call in calls.values()}) > 1)
+    listed = ", ".join(f"rank {rank} has {show.get(name, str)(getattr(call, name))}" for rank, call in calls.items())
     hint = " (the number of tokens, unless max_tokens is given)" if name == "max_tokens" else ""
     return f"ranks disagree on {name}: {listed}{hint}"

@@ -78,6 +78,13 @@ class Region:
         """Size of a peer's part of a slot in a combine."""
         return self.slot // max(1, self.num_ranks - 1) // 32 * 32
 
+    def holds(self, outward: bool, row_bytes: int, topk: int, scales: int) -> bool:
+        """Whether a slot, or a peer's part of it where rows come back, has room for a row and what travels with it."""
+        row = aligned(row_bytes, 16)
+        if outward:
+            return row + routing_words(topk, scales) * 4 <= self.slot * 8
+        return row + aligned(topk * 4, 16) <= self.share * 8
+
     def parts(self, rank: int) -> list[tuple[int, int]]:
         """Where the words and slots of a rank lie: byte offsets, and how many bytes."""
         banks = range(rank, 2 * self.num_ranks, self.num_ranks)
