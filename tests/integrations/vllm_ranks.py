@@ -26,7 +26,7 @@ FEW_TOKENS = 4
 _world: dict[str, Any] = {}
 
 
-def start(num_experts: int) -> list[str]:
+def start() -> list[str]:
     """Make vLLM's groups, with ThunderEP switched on as plugins are loaded. Returns what vLLM's communicator then is."""
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -49,9 +49,7 @@ def start(num_experts: int) -> list[str]:
     config.scheduler_config.max_num_batched_tokens = 64
     # In the place of a model's configuration, which takes a model.
     settings = SimpleNamespace(to_dict=lambda: {"n_shared_experts": 1})
-    config.model_config = SimpleNamespace(
-        is_moe=True, get_num_experts=lambda: num_experts, architecture="", hf_text_config=settings
-    )
+    config.model_config = SimpleNamespace(is_moe=True, architecture="", hf_text_config=settings)
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(ranks, rank, local_rank=rank, backend="gloo")
         parallel_state.initialize_model_parallel(backend="gloo")
@@ -111,20 +109,23 @@ def _result(case: Case, ids: torch.Tensor, unread: bool) -> torch.Tensor:
     return own_result(case, dist.get_rank(), ids, _local(case), unread)
 
 
-def dispatch_and_combine(case: Case) -> str | None:
-    """None, or how our manager differs from vLLM's."""
+def dispatch_and_combine(case: Case, announced: bool = True) -> str | None:
+    """None, or how our manager differs from vLLM's; a layer that is not ours announces nothing to it."""
     local = _local(case)
     with _step(case.sizes):
         theirs = _dispatch("theirs", case)
         if dispatch_problem(theirs, case, local):
             return "vLLM's manager is not understood"
         want = _world["theirs"].combine(_result(case, theirs[2], unread=False))
+        if announced:
+            _world["ours"].announce(case.num_experts)
         ours = _dispatch("ours", case)
         problem = dispatch_problem(ours, case, local)
         if problem:
             return problem
         # Only over a path that moves what is needed are rows of others not read: that of plain and block-scaled rows.
-        y = _result(case, ours[2], unread=len(case.extra) < 2 and all(dtype == torch.float32 for _, dtype in case.extra))
+        plain = len(case.extra) < 2 and all(dtype == torch.float32 for _, dtype in case.extra)
+        y = _result(case, ours[2], unread=announced and plain)
         if hasattr(_world["theirs"], "combine_into_output"):
             assert _world["ours"].allocate_combine_input(tuple(y.shape), y.dtype, y.device) is None
             got = torch.empty_like(want)
@@ -148,7 +149,7 @@ def _layer(name: str, case: Case) -> torch.Tensor | str:
         around = make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False)
     assert type(around).__name__ == "ThunderEPPrepareAndFinalize"
     if name == "theirs":
-        around.supports_async = lambda: False  # then it is vLLM's, but for the manager
+        around = type(around).__mro__[1]()
     shared: list[Any] = []  # how often the shared expert was computed
     experts = SimpleNamespace(
         quant_config=FUSED_MOE_UNQUANTIZED_CONFIG,

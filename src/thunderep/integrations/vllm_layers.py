@@ -43,6 +43,13 @@ class ThunderEPPrepareAndFinalize(MoEPrepareAndFinalizeNaiveDPEPModular):  # typ
         """Whether micro-batches may take turns: the manager lets them."""
         return True
 
+    def prepare(
+        self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """What the class that it derives from does, over a manager that knows of the layer's experts."""
+        _manager().announce(num_experts)
+        return super().prepare(a1, topk_weights, topk_ids, num_experts, *args, **kwargs)
+
     def prepare_async(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
         """As `prepare`, during which the other micro-batch computes."""
         prepared = self.prepare(*args, **kwargs)
@@ -70,12 +77,17 @@ class ThunderEPPrepareAndFinalize(MoEPrepareAndFinalizeNaiveDPEPModular):  # typ
             topk_ids=topk_ids,
             apply_router_weight_on_input=apply_router_weight_on_input,
         )
-        finish = get_ep_group().device_communicator.all2all_manager.start_combine(y, self.is_sequence_parallel)
+        finish = _manager().start_combine(y, self.is_sequence_parallel)
         return (lambda: None), (lambda: output.copy_(finish()))
 
     def _comm_region(self) -> contextlib.AbstractContextManager[None]:
         """What newer versions of vLLM enter for communication; the manager does by itself what is to be done there."""
         return contextlib.nullcontext()
+
+
+def _manager() -> Any:
+    """The `ThunderEPManager`, which has this class installed."""
+    return get_ep_group().device_communicator.all2all_manager
 
 
 def _has_shared_experts(model_config: Any) -> bool:

@@ -48,10 +48,20 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         plugin.install_layers()
         config = get_current_vllm_config()
         self._most_tokens: int = config.scheduler_config.max_num_batched_tokens
-        self._num_experts = _num_experts(config)
-        self._exchanges: dict[tuple[str, int, int], Exchange | None] = {}
+        self._expert_parallel: bool = config.parallel_config.enable_expert_parallel
+        self._num_experts: dict[int, int] = {}
+        """For each micro-batch that is about to dispatch how many experts its layer has."""
+        self._exchanges: dict[tuple[str, int, int, int | None], Exchange | None] = {}
         self._under_way: dict[int, _UnderWay] = {}
         """For each micro-batch between its dispatch and its combine how it was dispatched."""
+
+    def announce(self, num_experts: int) -> None:
+        """Say how many experts, copies included, the layer has whose tokens this micro-batch dispatches next.
+
+        Layers of a model may differ. A dispatch that nobody announced gathers all rows.
+        """
+        if self._expert_parallel:  # else ranks share each expert
+            self._num_experts[dbo_current_ubatch_id()] = num_experts
 
     def dispatch(
         self,
@@ -135,16 +145,19 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         """What moves these tokens, None for vLLM's manager, and every rank's T."""
         group = self._get_comm_group(is_sequence_parallel)
         sizes: list[int] = self._get_sizes(len(rows), group)
-        key = group.unique_name, rows.shape[1], 1 if topk_ids is None else topk_ids.shape[1]
+        num_experts = None if topk_ids is None else self._num_experts.pop(dbo_current_ubatch_id(), None)
+        key = group.unique_name, rows.shape[1], 1 if topk_ids is None else topk_ids.shape[1], num_experts
         if key not in self._exchanges:
-            self._exchanges[key] = self._connect(group, rows, topk_ids)
+            self._exchanges[key] = self._connect(group, rows, topk_ids, num_experts)
         return self._exchanges[key], sizes
 
-    def _connect(self, group: Any, rows: torch.Tensor, topk_ids: torch.Tensor | None) -> Exchange | None:
+    def _connect(
+        self, group: Any, rows: torch.Tensor, topk_ids: torch.Tensor | None, num_experts: int | None
+    ) -> Exchange | None:
         wish = plugin.transport() or "auto"
         buffer = Buffer(
             group.device_group,
-            num_experts=self._num_experts or 1,
+            num_experts=num_experts or 1,
             hidden=rows.shape[1],
             topk=1 if topk_ids is None else topk_ids.shape[1],
             max_tokens=self._most_tokens,
@@ -156,18 +169,7 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
             buffer.close()
             return None
         # vLLM's experts lie in blocks over all expert-parallel ranks, of which a group may be a part.
-        exchange = Exchange(buffer, self._num_experts is not None and buffer.num_ranks == self.world_size)
+        exchange = Exchange(buffer, num_experts is not None and buffer.num_ranks == self.world_size)
         if topk_ids is not None and rows.is_cuda:
             exchange.warm_up(rows, topk_ids, self._most_tokens)
         return exchange
-
-
-def _num_experts(config: Any) -> int | None:
-    """Experts that are placed over ranks, copies included; None if ranks share each expert, or models differ."""
-    parallel, draft = config.parallel_config, config.speculative_config
-    models = [config.model_config, draft.draft_model_config if draft is not None else None]
-    numbers = {model.get_num_experts() for model in models if model is not None} - {0}
-    if len(numbers) != 1 or not parallel.enable_expert_parallel:
-        return None
-    copies: int = parallel.eplb_config.num_redundant_experts if parallel.enable_eplb else 0
-    return int(numbers.pop()) + copies
