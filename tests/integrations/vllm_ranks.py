@@ -137,7 +137,6 @@ def dispatch_and_combine(case: Case, announced: bool = True) -> str | None:
 
 def _layer(name: str, case: Case) -> torch.Tensor | str:
     """A layer's output as vLLM computes it around experts, or what is wrong with what these get."""
-    from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelModularImpl
@@ -145,8 +144,8 @@ def _layer(name: str, case: Case) -> torch.Tensor | str:
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
     parallel_state.get_ep_group().device_communicator.all2all_manager = _world[name]
-    with set_current_vllm_config(_world["config"]):
-        around = make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False)
+    # Without a current configuration, as where vLLM loads weights once more.
+    around = make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False)
     assert type(around).__name__ == "ThunderEPPrepareAndFinalize"
     if name == "theirs":
         around = type(around).__mro__[1]()
@@ -167,7 +166,7 @@ def _layer(name: str, case: Case) -> torch.Tensor | str:
     y = _result(case, all_ids, unread=name == "ours")
     output = torch.empty(len(x), case.hidden, dtype=y.dtype)
     vllms._finalize(kernel, output, y, x, all_weights, all_ids, False, shared.append, x)
-    beside = name == "ours" and (max(case.sizes) > FEW_TOKENS or _world["config"].parallel_config.use_ubatching)
+    beside = name == "ours" and (max(case.sizes) > FEW_TOKENS or _world["ours"].micro_batches)
     return output if len(shared) == beside else f"{name}: the shared expert was computed {len(shared)} times"
 
 
@@ -209,7 +208,7 @@ def micro_batches(cases: Sequence[Case]) -> str | None:
         with _step(case.sizes):
             wanted.append(_layer("theirs", case))
             contexts.append(get_forward_context())
-    _world["config"].parallel_config.enable_dbo = True
+    _world["ours"].micro_batches = True  # as had vLLM been configured so
     barrier, events = threading.Barrier(len(cases) + 1), [threading.Event() for _ in cases]
     got: list[Any] = [None] * len(cases)
 
@@ -227,7 +226,7 @@ def micro_batches(cases: Sequence[Case]) -> str | None:
     events[0].set()
     for thread in threads:
         thread.join()
-    _world["config"].parallel_config.enable_dbo = False
+    _world["ours"].micro_batches = False
     wrong = [
         i
         for i in range(len(cases))

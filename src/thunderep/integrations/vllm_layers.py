@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import vllm.envs
-from vllm.config import get_current_vllm_config
 from vllm.distributed import get_ep_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep import MoEPrepareAndFinalizeNaiveDPEPModular
@@ -19,25 +18,15 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 
 
 class ThunderEPPrepareAndFinalize(MoEPrepareAndFinalizeNaiveDPEPModular):  # type: ignore[misc]  # vLLM is not typed
-    """Does what the class that it derives from does, but lets vLLM compute a layer's shared expert while results travel.
-
-    Args:
-        args: Its.
-        kwargs: Likewise.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        config = get_current_vllm_config()
-        self._micro_batches: bool = config.parallel_config.use_ubatching
-        self._shared_experts = _has_shared_experts(config.model_config)
+    """Does what the class that it derives from does, but lets vLLM compute a layer's shared expert while results travel."""
 
     def supports_async(self) -> bool:
         """Whether something can be computed meanwhile: the other micro-batch, or a shared expert where there are many tokens.
 
         With few tokens vLLM has a better place for it, on a stream beside the routed experts.
         """
-        return self._micro_batches or (self._shared_experts and _many_tokens())
+        manager = _manager()
+        return bool(manager.micro_batches or (manager.shared_experts and _many_tokens()))
 
     def supports_dbo(self) -> bool:
         """Whether micro-batches may take turns: the manager lets them."""
@@ -88,11 +77,6 @@ class ThunderEPPrepareAndFinalize(MoEPrepareAndFinalizeNaiveDPEPModular):  # typ
 def _manager() -> Any:
     """The `ThunderEPManager`, which has this class installed."""
     return get_ep_group().device_communicator.all2all_manager
-
-
-def _has_shared_experts(model_config: Any) -> bool:
-    settings = model_config.hf_text_config.to_dict()
-    return any("shared_expert" in name and bool(value) for name, value in settings.items())
 
 
 def _many_tokens() -> bool:

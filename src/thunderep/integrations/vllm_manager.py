@@ -35,6 +35,10 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         cpu_group: The expert-parallel ranks.
         tcp_store_group: How ranks meet that come and go; not supported.
 
+    Attributes:
+        micro_batches: Whether vLLM may run some.
+        shared_experts: Whether the model has any.
+
     Raises:
         ValueError: Elastic expert parallelism was asked for.
     """
@@ -47,6 +51,9 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         super().__init__(cpu_group, tcp_store_group)
         plugin.install_layers()
         config = get_current_vllm_config()
+        # Layers may be made anew when there is no configuration to be asked any more, so they ask here.
+        self.micro_batches: bool = config.parallel_config.use_ubatching
+        self.shared_experts = _has_shared_experts(config.model_config)
         self._most_tokens: int = config.scheduler_config.max_num_batched_tokens
         self._expert_parallel: bool = config.parallel_config.enable_expert_parallel
         self._num_experts: dict[int, int] = {}
@@ -173,3 +180,8 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         if topk_ids is not None and rows.is_cuda:
             exchange.warm_up(rows, topk_ids, self._most_tokens)
         return exchange
+
+
+def _has_shared_experts(model_config: Any) -> bool:
+    settings = {} if model_config is None else model_config.hf_text_config.to_dict()
+    return any("shared_expert" in name and bool(value) for name, value in settings.items())
