@@ -245,6 +245,18 @@ def micro_batches_are_allowed() -> bool:
     return bool(parallel.use_ubatching and parallel.all2all_backend == "allgather_reducescatter")
 
 
+def chosen_back_end() -> str | None:
+    """The back end that vLLM's configuration chooses for experts which move rows by themselves; None if it knows of none."""
+    from vllm.config import KernelConfig, ParallelConfig, VllmConfig, kernel
+
+    if not hasattr(kernel, "FLASHINFER_MOE_EP_BACKENDS"):
+        return None
+    experts = min(kernel.FLASHINFER_MOE_EP_BACKENDS)
+    parallel = ParallelConfig(enable_expert_parallel=True)
+    VllmConfig(parallel_config=parallel, kernel_config=KernelConfig(moe_backend=experts))
+    return str(parallel.all2all_backend)
+
+
 def stop() -> str | None:
     """Close what is ours; then it is closed."""
     buffers = [exchange.buffer for exchange in _world["ours"]._exchanges.values()]
