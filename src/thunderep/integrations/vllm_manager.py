@@ -79,7 +79,7 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         extra_tensors: list[torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:
         """[T, ...] of each to [R, ...], R the sum of all ranks' T: rows, weights, global ids, and extra tensors if any came."""
-        exchange, sizes = self._exchange(hidden_states, topk_ids, is_sequence_parallel)
+        exchange, sizes = self._exchange(hidden_states, topk_ids, is_sequence_parallel, extra_tensors)
         if exchange is None:
             self._under_way[dbo_current_ubatch_id()] = _UnderWay(None, sizes, None)
             theirs: tuple[Any, ...] = super().dispatch(
@@ -147,7 +147,11 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         super().destroy()
 
     def _exchange(
-        self, rows: torch.Tensor, topk_ids: torch.Tensor | None, is_sequence_parallel: bool
+        self,
+        rows: torch.Tensor,
+        topk_ids: torch.Tensor | None,
+        is_sequence_parallel: bool,
+        extra_tensors: Sequence[torch.Tensor] | None = None,
     ) -> tuple[Exchange | None, list[int]]:
         """What moves these tokens, None for vLLM's manager, and every rank's T."""
         group = self._get_comm_group(is_sequence_parallel)
@@ -155,7 +159,9 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         num_experts = None if topk_ids is None else self._num_experts.pop(dbo_current_ubatch_id(), None)
         key = group.unique_name, rows.shape[1], 1 if topk_ids is None else topk_ids.shape[1], num_experts
         if key not in self._exchanges:
-            self._exchanges[key] = self._connect(group, rows, topk_ids, num_experts)
+            exchange = self._exchanges[key] = self._connect(group, rows, topk_ids, num_experts)
+            if exchange is not None and topk_ids is not None and rows.is_cuda:
+                exchange.warm_up(rows, topk_ids, self._most_tokens, extra_tensors or ())
         return self._exchanges[key], sizes
 
     def _connect(
@@ -176,10 +182,7 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
             buffer.close()
             return None
         # vLLM's experts lie in blocks over all expert-parallel ranks, of which a group may be a part.
-        exchange = Exchange(buffer, num_experts is not None and buffer.num_ranks == self.world_size)
-        if topk_ids is not None and rows.is_cuda:
-            exchange.warm_up(rows, topk_ids, self._most_tokens)
-        return exchange
+        return Exchange(buffer, num_experts is not None and buffer.num_ranks == self.world_size)
 
 
 def _has_shared_experts(model_config: Any) -> bool:
