@@ -172,24 +172,25 @@ def test_overlap_changes_no_bit(four_ranks, overlap):
     assert four_ranks().run(overlapped_bits, case) == [(True, True)] * 4
 
 
-def with_shared_expert(overlap):
+def with_shared_expert(overlap, tokens):
     """Whether a shared expert's output is added and its parameters get gradients, on a rank of two."""
-    case = Case((6, 4), 5, 2, torch.float32)
+    case = Case(tokens, 5, 2, torch.float32)
     with open_buffer(case) as buffer:
         shared = torch.nn.Linear(case.hidden, case.hidden)
         layer = ExpertParallel(buffer, case.intermediate, overlap=overlap, shared=shared)
         alone = ExpertParallel(buffer, case.intermediate)
         alone.load_state_dict({name: value for name, value in layer.state_dict().items() if "shared" not in name})
         x, idx, weights, grad = inputs(case, dist.get_rank(), 0)
-        y = layer(x, idx, weights, max_tokens=6)
+        y = layer(x, idx, weights, max_tokens=max(tokens))
         y.backward(grad)
-        expected = alone(x, idx, weights, max_tokens=6) + shared(x)
+        expected = alone(x, idx, weights, max_tokens=max(tokens)) + shared(x)
         return torch.allclose(y, expected, atol=1e-6) and shared.weight.grad is not None
 
 
+@pytest.mark.parametrize("tokens", [(6, 4), (0, 0)])
 @pytest.mark.parametrize("overlap", [None, 2])
-def test_a_shared_expert_is_added(two_ranks, overlap):
-    assert two_ranks.run(with_shared_expert, overlap) == [True, True]
+def test_a_shared_expert_is_added(two_ranks, overlap, tokens):
+    assert two_ranks.run(with_shared_expert, overlap, tokens) == [True, True]
 
 
 @pytest.mark.parametrize(("dtype", "hidden"), [(torch.float32, 200), (torch.bfloat16, 12)])

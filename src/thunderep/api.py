@@ -94,7 +94,8 @@ def dispatch(
             operations of this Buffer is replayed: a replay knows nothing of what is under way.
 
     Returns:
-        What this rank received, or work whose `wait()` gives it. Gradients reach x and topk_weights.
+        What this rank received, or work whose `wait()` gives it. Gradients reach topk_weights, and x unless its elements have
+        8 bits.
 
     Raises:
         ValueError: A shape, type, device or expert id is wrong.

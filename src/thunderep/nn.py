@@ -134,8 +134,9 @@ class ExpertParallel(nn.Module):
             return combine(self._experts(received, x, topk_weights), received, self.buffer)
         size = -(-rows // parts)
         started = []
-        for start in range(0, parts * size, max(1, size)):
-            part_x, idx, part_weights = (t[start : start + size] for t in (x, topk_idx, topk_weights))
+        for part in range(parts):
+            rows_of_part = slice(part * size, (part + 1) * size)
+            part_x, idx, part_weights = (t[rows_of_part] for t in (x, topk_idx, topk_weights))
             payload, weights, scales = self._payload(part_x, part_weights)
             work = dispatch(payload, idx, weights, self.buffer.num_experts, self.buffer, size, scales, async_op=True)
             started.append((work, part_x, part_weights))

@@ -169,3 +169,23 @@ def halves_compile(in_flight: int) -> list[Any]:
         waits = order.index("dispatch_wait")
         wanted = ["dispatch_start"] * in_flight + ["dispatch_wait", "combine_start"] * in_flight + ["combine_wait"] * in_flight
         return [all(same), [name for name in order if name != "mm"] == wanted and 0 < order.index("mm") < waits]
+
+
+def weights_beside_fp8_rows_have_their_gradient() -> bool:
+    """By hand, at once and with async_op=True, eager and compiled: that which they have beside bf16 rows."""
+    torch._dynamo.reset()
+    with _buffer() as buffer:
+
+        def program(rows: torch.Tensor, scales: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            work = thunderep.dispatch(rows, idx, weights, E, buffer, 12, scales, async_op=True)
+            d = thunderep.dispatch(rows, idx, weights, E, buffer, 12, scales)
+            return ((d.recv_topk_idx + 2) * d.recv_topk_weights).sum() + work.wait().recv_topk_weights.square().sum()
+
+        x, idx, weights = _tokens(buffer, 1, 5 + buffer.rank)
+        fp8, scales = thunderep.quantize_fp8(x)
+        grads: list[torch.Tensor] = []
+        compiled = torch.compile(program, fullgraph=True, backend="aot_eager")
+        for call, rows in ((program, x.bfloat16()), (program, fp8), (compiled, fp8)):
+            leaf = weights.clone().requires_grad_()
+            grads += torch.autograd.grad(call(rows, scales, idx, leaf), leaf)
+        return bool(grads[0].count_nonzero()) and all(torch.allclose(grads[0], grad) for grad in grads[1:])

@@ -33,3 +33,7 @@ def test_one_dynamic_graph_for_ragged_tokens(four_ranks: Callable[[], Ranks]) ->
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_start_and_wait_compile_and_keep_their_distance(in_flight: int, four_ranks: Callable[[], Ranks]) -> None:
     assert four_ranks().run(programs.halves_compile, in_flight, timeout=280) == [[True, True]] * 4
+
+
+def test_weights_beside_fp8_rows_have_their_gradient(four_ranks: Callable[[], Ranks]) -> None:
+    assert four_ranks().run(programs.weights_beside_fp8_rows_have_their_gradient) == [True] * 4

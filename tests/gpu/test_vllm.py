@@ -35,6 +35,8 @@ JOB: dict[str, Any] = {
     "sequences": 32,
     "phases": {"prefill": (9, 300, 1), "decode": (32, 17, 40)},
 }
+MOST = 0.9
+"""Share of sequences that are the same where sums are rounded otherwise: a token here and there may be another one."""
 
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
@@ -46,11 +48,17 @@ def test_tokens_are_those_of_vllm(model: str, eager: bool, tmp_path: Path, monke
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     job = JOB | {"eager": eager, "model": write_model(model, 3, tmp_path / model)}
     stock = tokens(job | {"micro_batches": False}, "0")
+    # Sums of two do not depend on who adds them; of more, NCCL's ring rounds at every hop.
+    least = 1.0 if RANKS == 2 else MOST
     for setting in ("1", "dma", "direct"):
-        assert tokens(job | {"micro_batches": False}, setting) == stock, setting
-    # Half a batch is computed by other kernels, which round otherwise: a token here and there may be another one.
-    same = [ours == theirs for ours, theirs in zip(tokens(job | {"micro_batches": True}, "1"), stock, strict=True)]
-    assert sum(same) >= 0.9 * len(same)
+        assert share_of_same(tokens(job | {"micro_batches": False}, setting), stock) >= least, setting
+    # Half a batch is computed by other kernels, which round otherwise.
+    assert share_of_same(tokens(job | {"micro_batches": True}, "1"), stock) >= MOST
+
+
+def share_of_same(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """Of sequences."""
+    return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(theirs)
 
 
 def tokens(job: dict[str, Any], setting: str) -> list[list[int]]:

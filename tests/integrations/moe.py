@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import thunderep
 from tests.dist.dense import rank_sum
@@ -82,6 +83,27 @@ def combined(case: Case, rank: int, locals_: Sequence[range]) -> torch.Tensor:
     ids = case.gathered()[2]
     results = [own_result(case, r, ids, local, unread=False) for r, local in enumerate(locals_)]
     return torch.split(rank_sum(results), list(case.sizes))[rank]
+
+
+def warmed_up(most_tokens: int) -> list[bool]:
+    """For several kinds of rows: whether ranks, warmed up, have exchanged the bytes and operations of 1, 4, 16, ... tokens."""
+    same = []
+    for dtype, extra in ((torch.bfloat16, ()), (torch.float8_e4m3fn, ((3, torch.float32),))):
+        x, _, ids, extras = Case((1,) * 4, dtype=dtype, extra=extra).of(dist.get_rank())
+        stats = []
+        for warm in (True, False):
+            with thunderep.Buffer(num_experts=7, hidden=24, topk=2, max_tokens=most_tokens, device="cpu") as buffer:
+                exchange = Exchange(buffer, True)
+                if warm:
+                    exchange.warm_up(x, ids, most_tokens, extras)
+                else:
+                    for tokens in (4**i for i in range(most_tokens) if 4**i <= most_tokens):
+                        rows, idx, *others = (t.expand(tokens, -1) for t in (x, ids, *extras))
+                        g = exchange.dispatch(rows, idx.float(), idx, [tokens] * 4, others)
+                        exchange.combine(g.x.to(torch.bfloat16), [tokens] * 4, g.routing)
+                stats.append(buffer.stats()._replace(waited=None))
+        same.append(stats[0] == stats[1])
+    return same
 
 
 def exchange(case: Case) -> str | None:

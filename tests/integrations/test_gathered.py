@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.integrations.moe import Case, exchange
+from tests.integrations.moe import Case, exchange, warmed_up
 from thunderep.testing.processes import Ranks
 
 KINDS: list[tuple[torch.dtype, tuple[tuple[int, torch.dtype], ...]]] = [
@@ -47,3 +47,7 @@ def test_experts_get_and_return_what_an_all_gather_has(
     problems = four_ranks().run(exchange, case)
     assert problems == [None] * 4, case
     count_example()
+
+
+def test_warming_up_exchanges_what_will_be_exchanged(four_ranks: Callable[[], Ranks]) -> None:
+    assert four_ranks().run(warmed_up, 20) == [[True, True]] * 4

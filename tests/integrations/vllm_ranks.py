@@ -26,7 +26,7 @@ FEW_TOKENS = 4
 _world: dict[str, Any] = {}
 
 
-def start(num_experts: int) -> list[str]:
+def start() -> list[str]:
     """Make vLLM's groups, with ThunderEP switched on as plugins are loaded. Returns what vLLM's communicator then is."""
     from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -49,9 +49,7 @@ def start(num_experts: int) -> list[str]:
     config.scheduler_config.max_num_batched_tokens = 64
     # In the place of a model's configuration, which takes a model.
     settings = SimpleNamespace(to_dict=lambda: {"n_shared_experts": 1})
-    config.model_config = SimpleNamespace(
-        is_moe=True, get_num_experts=lambda: num_experts, architecture="", hf_text_config=settings
-    )
+    config.model_config = SimpleNamespace(is_moe=True, architecture="", hf_text_config=settings)
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(ranks, rank, local_rank=rank, backend="gloo")
         parallel_state.initialize_model_parallel(backend="gloo")
@@ -111,20 +109,23 @@ def _result(case: Case, ids: torch.Tensor, unread: bool) -> torch.Tensor:
     return own_result(case, dist.get_rank(), ids, _local(case), unread)
 
 
-def dispatch_and_combine(case: Case) -> str | None:
-    """None, or how our manager differs from vLLM's."""
+def dispatch_and_combine(case: Case, announced: bool = True) -> str | None:
+    """None, or how our manager differs from vLLM's; a layer that is not ours announces nothing to it."""
     local = _local(case)
     with _step(case.sizes):
         theirs = _dispatch("theirs", case)
         if dispatch_problem(theirs, case, local):
             return "vLLM's manager is not understood"
         want = _world["theirs"].combine(_result(case, theirs[2], unread=False))
+        if announced:
+            _world["ours"].announce(case.num_experts)
         ours = _dispatch("ours", case)
         problem = dispatch_problem(ours, case, local)
         if problem:
             return problem
         # Only over a path that moves what is needed are rows of others not read: that of plain and block-scaled rows.
-        y = _result(case, ours[2], unread=len(case.extra) < 2 and all(dtype == torch.float32 for _, dtype in case.extra))
+        plain = len(case.extra) < 2 and all(dtype == torch.float32 for _, dtype in case.extra)
+        y = _result(case, ours[2], unread=announced and plain)
         if hasattr(_world["theirs"], "combine_into_output"):
             assert _world["ours"].allocate_combine_input(tuple(y.shape), y.dtype, y.device) is None
             got = torch.empty_like(want)
@@ -136,7 +137,6 @@ def dispatch_and_combine(case: Case) -> str | None:
 
 def _layer(name: str, case: Case) -> torch.Tensor | str:
     """A layer's output as vLLM computes it around experts, or what is wrong with what these get."""
-    from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
     from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernelModularImpl
@@ -144,11 +144,11 @@ def _layer(name: str, case: Case) -> torch.Tensor | str:
     from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeightAndReduceNoOP
 
     parallel_state.get_ep_group().device_communicator.all2all_manager = _world[name]
-    with set_current_vllm_config(_world["config"]):
-        around = make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False)
+    # Without a current configuration, as where vLLM loads weights once more.
+    around = make_moe_prepare_and_finalize_naive_dp_ep(use_monolithic=False)
     assert type(around).__name__ == "ThunderEPPrepareAndFinalize"
     if name == "theirs":
-        around.supports_async = lambda: False  # then it is vLLM's, but for the manager
+        around = type(around).__mro__[1]()
     shared: list[Any] = []  # how often the shared expert was computed
     experts = SimpleNamespace(
         quant_config=FUSED_MOE_UNQUANTIZED_CONFIG,
@@ -166,7 +166,7 @@ def _layer(name: str, case: Case) -> torch.Tensor | str:
     y = _result(case, all_ids, unread=name == "ours")
     output = torch.empty(len(x), case.hidden, dtype=y.dtype)
     vllms._finalize(kernel, output, y, x, all_weights, all_ids, False, shared.append, x)
-    beside = name == "ours" and (max(case.sizes) > FEW_TOKENS or _world["config"].parallel_config.use_ubatching)
+    beside = name == "ours" and (max(case.sizes) > FEW_TOKENS or _world["ours"].micro_batches)
     return output if len(shared) == beside else f"{name}: the shared expert was computed {len(shared)} times"
 
 
@@ -208,7 +208,7 @@ def micro_batches(cases: Sequence[Case]) -> str | None:
         with _step(case.sizes):
             wanted.append(_layer("theirs", case))
             contexts.append(get_forward_context())
-    _world["config"].parallel_config.enable_dbo = True
+    _world["ours"].micro_batches = True  # as had vLLM been configured so
     barrier, events = threading.Barrier(len(cases) + 1), [threading.Event() for _ in cases]
     got: list[Any] = [None] * len(cases)
 
@@ -226,7 +226,7 @@ def micro_batches(cases: Sequence[Case]) -> str | None:
     events[0].set()
     for thread in threads:
         thread.join()
-    _world["config"].parallel_config.enable_dbo = False
+    _world["ours"].micro_batches = False
     wrong = [
         i
         for i in range(len(cases))
@@ -243,6 +243,18 @@ def micro_batches_are_allowed() -> bool:
     with contextlib.suppress(AttributeError):  # vLLM 0.26 goes on to ask the model, of which there is none
         VllmConfig(parallel_config=parallel)
     return bool(parallel.use_ubatching and parallel.all2all_backend == "allgather_reducescatter")
+
+
+def chosen_back_end() -> str | None:
+    """The back end that vLLM's configuration chooses for experts which move rows by themselves; None if it knows of none."""
+    from vllm.config import KernelConfig, ParallelConfig, VllmConfig, kernel
+
+    if not hasattr(kernel, "FLASHINFER_MOE_EP_BACKENDS"):
+        return None
+    experts = min(kernel.FLASHINFER_MOE_EP_BACKENDS)
+    parallel = ParallelConfig(enable_expert_parallel=True)
+    VllmConfig(parallel_config=parallel, kernel_config=KernelConfig(moe_backend=experts))
+    return str(parallel.all2all_backend)
 
 
 def stop() -> str | None:

@@ -49,10 +49,15 @@ def test_fakes_are_exact(buffer: thunderep.Buffer) -> None:
     got = wait(start(x, idx, weights, E, buffer.name, 15, torch.rand(T, 2)), *rest)
     combined = torch.ops.thunderep.combine_wait, (buffer.name, got[1], got[4], torch.float32)
     out = combined[0](torch.ops.thunderep.combine_start(got[0], got[1], got[4], buffer.name), *combined[1])
+    back = torch.ops.thunderep.dispatch_backward_wait
+    grads = [got[0], got[0].new_empty(15, 0, dtype=torch.float8_e5m2)]
+    handles = [torch.ops.thunderep.dispatch_backward_start(g, got[2], got[1], got[4], buffer.name) for g in grads]
+    backs = [t for g, handle in zip(grads, handles, strict=True) for t in back(handle, buffer.name, T, g.dtype)]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         handle = mode.from_tensor(torch.zeros(1))
         fakes = [*wait(handle, *rest), combined[0](handle, *combined[1])]
-    for real, fake in zip((*got, out), fakes, strict=True):
+        fakes += [t for g in grads for t in back(handle, buffer.name, T, g.dtype)]
+    for real, fake in zip((*got, out, *backs), fakes, strict=True):
         assert (real.shape, real.dtype, real.stride()) == (fake.shape, fake.dtype, fake.stride())
 
 
@@ -88,3 +93,20 @@ def test_halves_have_the_gradients_of_the_whole(buffer: thunderep.Buffer) -> Non
         results.append((out, *torch.autograd.grad(out.square().sum(), (x, weights))))
     for whole, halves in zip(*results, strict=True):
         assert torch.equal(whole, halves)
+
+
+@pytest.mark.parametrize("async_op", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_weights_beside_rows_of_8_bits_have_their_gradient(
+    buffer: thunderep.Buffer, dtype: torch.dtype, async_op: bool
+) -> None:
+    x, idx, weights = inputs()
+    factor = torch.randn(T, K)
+    grads: list[torch.Tensor] = []
+    for rows in (x.bfloat16(), x.to(dtype).requires_grad_(dtype.is_floating_point)):
+        leaf = weights.clone().requires_grad_()
+        arguments = rows, idx, leaf, E, buffer
+        d = thunderep.dispatch(*arguments, async_op=True).wait() if async_op else thunderep.dispatch(*arguments)
+        grads += torch.autograd.grad((d.recv_topk_weights * factor).sum(), leaf)
+    assert not d.recv_x.requires_grad
+    assert torch.equal(*grads)

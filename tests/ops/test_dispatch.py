@@ -50,7 +50,8 @@ def test_opcheck_combine(buffer: thunderep.Buffer) -> None:
 def test_opcheck_backwards(buffer: thunderep.Buffer) -> None:
     d = thunderep.dispatch(*inputs(), E, buffer)
     tail = (d.recv_topk_idx, d.is_token_in_rank, buffer.name)
-    torch.library.opcheck(torch.ops.thunderep.dispatch_backward.default, (torch.randn(T, H), torch.randn(T, K), *tail))
+    for rows in (torch.randn(T, H), torch.empty(T, 0, dtype=torch.int8)):
+        torch.library.opcheck(torch.ops.thunderep.dispatch_backward.default, (rows, torch.randn(T, K), *tail))
     torch.library.opcheck(torch.ops.thunderep.combine_backward.default, (torch.randn(T, H), *tail))
 
 

@@ -47,18 +47,20 @@ class Exchange:
         # Where a rank owns all experts, no id stands for another rank's.
         self._blocks = blocks and buffer.num_ranks > 1 and buffer.num_experts > 1
 
-    def warm_up(self, x: torch.Tensor, topk_idx: torch.Tensor, most_tokens: int) -> None:
+    def warm_up(self, x: torch.Tensor, topk_idx: torch.Tensor, most_tokens: int, extra: Sequence[torch.Tensor] = ()) -> None:
         """Exchange 1, 4, 16, ... up to so many tokens a rank, so that no kernel is compiled later. Collective.
 
         Args:
             x: [T, H], of which only H, type and device matter; so with topk_idx, [T, K].
             topk_idx: Likewise.
             most_tokens: The largest T that will ever be.
+            extra: As `dispatch` has it; likewise.
         """
         buffer, tokens = self.buffer, 1
-        while self._routable(x, topk_idx.float(), topk_idx, ()) and tokens <= most_tokens:
-            rows, idx = x.new_zeros(tokens, x.shape[1]), topk_idx.new_zeros(tokens, topk_idx.shape[1])
-            d = dispatch(rows, idx, torch.zeros_like(idx, dtype=torch.float32), buffer.num_experts, buffer)
+        while self._routable(x, topk_idx.float(), topk_idx, extra) and tokens <= most_tokens:
+            rows, idx, *scales = (t.new_zeros(tokens, t.shape[1]) for t in (x, topk_idx, *extra))
+            weights = torch.zeros_like(idx, dtype=torch.float32)
+            d = dispatch(rows, idx, weights, buffer.num_experts, buffer, x_scales=scales[0] if scales else None)
             combine(d.recv_x.to(buffer.dtype), d, buffer)
             tokens *= 4
 

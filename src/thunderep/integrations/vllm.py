@@ -73,12 +73,13 @@ def _allow_micro_batches() -> None:
     @functools.wraps(check, assigned=())
     def __post_init__(self: VllmConfig) -> None:
         parallel = self.parallel_config
-        backend = parallel.all2all_backend
-        if parallel.use_ubatching and backend == "allgather_reducescatter":
-            parallel.all2all_backend = "nixl_ep"  # one of those that the check lets pass, and that it treats like any other
+        if not parallel.use_ubatching or parallel.all2all_backend != "allgather_reducescatter":
+            check(self)  # which may choose another back end
+            return
+        parallel.all2all_backend = "nixl_ep"  # one of those that the check lets pass, and that it treats like any other
         try:
             check(self)
         finally:
-            parallel.all2all_backend = backend
+            parallel.all2all_backend = "allgather_reducescatter"
 
     VllmConfig.__post_init__ = __post_init__

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import vllm.envs
-from vllm.config import get_current_vllm_config
 from vllm.distributed import get_ep_group
 from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.model_executor.layers.fused_moe.prepare_finalize.naive_dp_ep import MoEPrepareAndFinalizeNaiveDPEPModular
@@ -19,29 +18,26 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import (
 
 
 class ThunderEPPrepareAndFinalize(MoEPrepareAndFinalizeNaiveDPEPModular):  # type: ignore[misc]  # vLLM is not typed
-    """Does what the class that it derives from does, but lets vLLM compute a layer's shared expert while results travel.
-
-    Args:
-        args: Its.
-        kwargs: Likewise.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        config = get_current_vllm_config()
-        self._micro_batches: bool = config.parallel_config.use_ubatching
-        self._shared_experts = _has_shared_experts(config.model_config)
+    """Does what the class that it derives from does, but lets vLLM compute a layer's shared expert while results travel."""
 
     def supports_async(self) -> bool:
         """Whether something can be computed meanwhile: the other micro-batch, or a shared expert where there are many tokens.
 
         With few tokens vLLM has a better place for it, on a stream beside the routed experts.
         """
-        return self._micro_batches or (self._shared_experts and _many_tokens())
+        manager = _manager()
+        return bool(manager.micro_batches or (manager.shared_experts and _many_tokens()))
 
     def supports_dbo(self) -> bool:
         """Whether micro-batches may take turns: the manager lets them."""
         return True
+
+    def prepare(
+        self, a1: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        """What the class that it derives from does, over a manager that knows of the layer's experts."""
+        _manager().announce(num_experts)
+        return super().prepare(a1, topk_weights, topk_ids, num_experts, *args, **kwargs)
 
     def prepare_async(self, *args: Any, **kwargs: Any) -> Callable[[], Any]:
         """As `prepare`, during which the other micro-batch computes."""
@@ -70,7 +66,7 @@ class ThunderEPPrepareAndFinalize(MoEPrepareAndFinalizeNaiveDPEPModular):  # typ
             topk_ids=topk_ids,
             apply_router_weight_on_input=apply_router_weight_on_input,
         )
-        finish = get_ep_group().device_communicator.all2all_manager.start_combine(y, self.is_sequence_parallel)
+        finish = _manager().start_combine(y, self.is_sequence_parallel)
         return (lambda: None), (lambda: output.copy_(finish()))
 
     def _comm_region(self) -> contextlib.AbstractContextManager[None]:
@@ -78,9 +74,9 @@ class ThunderEPPrepareAndFinalize(MoEPrepareAndFinalizeNaiveDPEPModular):  # typ
         return contextlib.nullcontext()
 
 
-def _has_shared_experts(model_config: Any) -> bool:
-    settings = model_config.hf_text_config.to_dict()
-    return any("shared_expert" in name and bool(value) for name, value in settings.items())
+def _manager() -> Any:
+    """The `ThunderEPManager`, which has this class installed."""
+    return get_ep_group().device_communicator.all2all_manager
 
 
 def _many_tokens() -> bool:

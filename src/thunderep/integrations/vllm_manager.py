@@ -35,6 +35,10 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         cpu_group: The expert-parallel ranks.
         tcp_store_group: How ranks meet that come and go; not supported.
 
+    Attributes:
+        micro_batches: Whether vLLM may run some.
+        shared_experts: Whether the model has any.
+
     Raises:
         ValueError: Elastic expert parallelism was asked for.
     """
@@ -47,11 +51,24 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         super().__init__(cpu_group, tcp_store_group)
         plugin.install_layers()
         config = get_current_vllm_config()
+        # Layers may be made anew when there is no configuration to be asked any more, so they ask here.
+        self.micro_batches: bool = config.parallel_config.use_ubatching
+        self.shared_experts = _has_shared_experts(config.model_config)
         self._most_tokens: int = config.scheduler_config.max_num_batched_tokens
-        self._num_experts = _num_experts(config)
-        self._exchanges: dict[tuple[str, int, int], Exchange | None] = {}
+        self._expert_parallel: bool = config.parallel_config.enable_expert_parallel
+        self._num_experts: dict[int, int] = {}
+        """For each micro-batch that is about to dispatch how many experts its layer has."""
+        self._exchanges: dict[tuple[str, int, int, int | None], Exchange | None] = {}
         self._under_way: dict[int, _UnderWay] = {}
         """For each micro-batch between its dispatch and its combine how it was dispatched."""
+
+    def announce(self, num_experts: int) -> None:
+        """Say how many experts, copies included, the layer has whose tokens this micro-batch dispatches next.
+
+        Layers of a model may differ. A dispatch that nobody announced gathers all rows.
+        """
+        if self._expert_parallel:  # else ranks share each expert
+            self._num_experts[dbo_current_ubatch_id()] = num_experts
 
     def dispatch(
         self,
@@ -62,7 +79,7 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         extra_tensors: list[torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:
         """[T, ...] of each to [R, ...], R the sum of all ranks' T: rows, weights, global ids, and extra tensors if any came."""
-        exchange, sizes = self._exchange(hidden_states, topk_ids, is_sequence_parallel)
+        exchange, sizes = self._exchange(hidden_states, topk_ids, is_sequence_parallel, extra_tensors)
         if exchange is None:
             self._under_way[dbo_current_ubatch_id()] = _UnderWay(None, sizes, None)
             theirs: tuple[Any, ...] = super().dispatch(
@@ -130,21 +147,30 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
         super().destroy()
 
     def _exchange(
-        self, rows: torch.Tensor, topk_ids: torch.Tensor | None, is_sequence_parallel: bool
+        self,
+        rows: torch.Tensor,
+        topk_ids: torch.Tensor | None,
+        is_sequence_parallel: bool,
+        extra_tensors: Sequence[torch.Tensor] | None = None,
     ) -> tuple[Exchange | None, list[int]]:
         """What moves these tokens, None for vLLM's manager, and every rank's T."""
         group = self._get_comm_group(is_sequence_parallel)
         sizes: list[int] = self._get_sizes(len(rows), group)
-        key = group.unique_name, rows.shape[1], 1 if topk_ids is None else topk_ids.shape[1]
+        num_experts = None if topk_ids is None else self._num_experts.pop(dbo_current_ubatch_id(), None)
+        key = group.unique_name, rows.shape[1], 1 if topk_ids is None else topk_ids.shape[1], num_experts
         if key not in self._exchanges:
-            self._exchanges[key] = self._connect(group, rows, topk_ids)
+            exchange = self._exchanges[key] = self._connect(group, rows, topk_ids, num_experts)
+            if exchange is not None and topk_ids is not None and rows.is_cuda:
+                exchange.warm_up(rows, topk_ids, self._most_tokens, extra_tensors or ())
         return self._exchanges[key], sizes
 
-    def _connect(self, group: Any, rows: torch.Tensor, topk_ids: torch.Tensor | None) -> Exchange | None:
+    def _connect(
+        self, group: Any, rows: torch.Tensor, topk_ids: torch.Tensor | None, num_experts: int | None
+    ) -> Exchange | None:
         wish = plugin.transport() or "auto"
         buffer = Buffer(
             group.device_group,
-            num_experts=self._num_experts or 1,
+            num_experts=num_experts or 1,
             hidden=rows.shape[1],
             topk=1 if topk_ids is None else topk_ids.shape[1],
             max_tokens=self._most_tokens,
@@ -156,18 +182,9 @@ class ThunderEPManager(AgRsAll2AllManager):  # type: ignore[misc]  # vLLM is not
             buffer.close()
             return None
         # vLLM's experts lie in blocks over all expert-parallel ranks, of which a group may be a part.
-        exchange = Exchange(buffer, self._num_experts is not None and buffer.num_ranks == self.world_size)
-        if topk_ids is not None and rows.is_cuda:
-            exchange.warm_up(rows, topk_ids, self._most_tokens)
-        return exchange
+        return Exchange(buffer, num_experts is not None and buffer.num_ranks == self.world_size)
 
 
-def _num_experts(config: Any) -> int | None:
-    """Experts that are placed over ranks, copies included; None if ranks share each expert, or models differ."""
-    parallel, draft = config.parallel_config, config.speculative_config
-    models = [config.model_config, draft.draft_model_config if draft is not None else None]
-    numbers = {model.get_num_experts() for model in models if model is not None} - {0}
-    if len(numbers) != 1 or not parallel.enable_expert_parallel:
-        return None
-    copies: int = parallel.eplb_config.num_redundant_experts if parallel.enable_eplb else 0
-    return int(numbers.pop()) + copies
+def _has_shared_experts(model_config: Any) -> bool:
+    settings = {} if model_config is None else model_config.hf_text_config.to_dict()
+    return any("shared_expert" in name and bool(value) for name, value in settings.items())

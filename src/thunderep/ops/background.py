@@ -113,7 +113,8 @@ def _(
     handle: torch.Tensor, buffer: str, tokens: int, dtype: torch.dtype, after: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     owner = lookup(buffer)
-    return handle.new_empty(tokens, owner.hidden, dtype=dtype), handle.new_empty(tokens, owner.topk)
+    width = owner.hidden if dtype in combine.SUM_DTYPES else 0
+    return handle.new_empty(tokens, width, dtype=dtype), handle.new_empty(tokens, owner.topk)
 
 
 @torch.library.register_fake("thunderep::combine_backward_wait", lib=library)
@@ -127,19 +128,19 @@ def _dispatch_start_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Ten
 
 def _dispatch_start_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     x, weights = torch.ops.thunderep.dispatch_backward_wait(grad, ctx.buffer, ctx.tokens, ctx.dtype)
-    return x, None, weights, None, None, None, None, None
+    return x if ctx.dtype in combine.SUM_DTYPES else None, None, weights, None, None, None, None, None
 
 
 def _dispatch_wait_context(ctx: Any, inputs: tuple[Any, ...], output: _Received) -> None:
     ctx.buffer = inputs[1]
-    ctx.mark_non_differentiable(output[1], output[3], output[4])
-    ctx.save_for_backward(output[1], output[4])
+    dispatch.save_received(ctx, output)
 
 
 def _dispatch_wait_backward(
     ctx: Any, grad_x: torch.Tensor, _idx: None, grad_weights: torch.Tensor, _scales: None, _in_rank: None
 ) -> tuple[Any, ...]:
-    handle = torch.ops.thunderep.dispatch_backward_start(grad_x, grad_weights, *ctx.saved_tensors, ctx.buffer)
+    rows = dispatch.rows_gradient(grad_x)
+    handle = torch.ops.thunderep.dispatch_backward_start(rows, grad_weights, *ctx.saved_tensors, ctx.buffer)
     return handle, None, None, None, None, None, None, None
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from thunderep.buffer import Buffer, lookup
+from thunderep.ops.combine import SUM_DTYPES
 from thunderep.ops.library import library
 from thunderep.ops.rows import kernels, metadata, remember, require, require_device, rows_call, rows_sum
 from thunderep.runtime.trace import phase
@@ -181,13 +182,16 @@ def run_backward(
     buffer: str,
     after: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of x and topk_weights: what each rank holds for a token's row and choices, summed as `combine` sums."""
+    """The gradients of x and topk_weights: what each rank holds for a token's row and choices, summed as `combine` sums.
+
+    Rows without columns, as `rows_gradient` gives them, do not travel.
+    """
     owner = lookup(buffer)
     weights = grad_recv_topk_weights.masked_fill(recv_topk_idx < 0, 0.0)
-    payloads = [grad_recv_x, weights]
+    payloads = [grad_recv_x, weights] if grad_recv_x.shape[1] else [weights]
     call = rows_call(owner, "dispatch_backward", payloads, is_token_in_rank)
-    grad_x, grad_weights = rows_sum(owner, call, payloads, recv_topk_idx, is_token_in_rank)
-    return grad_x, grad_weights
+    *grad_x, grad_weights = rows_sum(owner, call, payloads, recv_topk_idx, is_token_in_rank)
+    return grad_x[0] if grad_x else grad_recv_x.new_empty(is_token_in_rank.shape[0], 0), grad_weights
 
 
 @torch.library.register_fake("thunderep::dispatch_backward", lib=library)
@@ -205,19 +209,30 @@ def _(
     )
 
 
+def save_received(ctx: Any, output: _Outputs) -> None:
+    """Keep what gradients need, and have none flow through ids, scales, and rows that cannot be summed, such as 8-bit ones."""
+    recv_x, recv_topk_idx, _, recv_x_scales, is_token_in_rank = output
+    without = recv_topk_idx, recv_x_scales, is_token_in_rank
+    ctx.mark_non_differentiable(*without, *(() if recv_x.dtype in SUM_DTYPES else (recv_x,)))
+    ctx.save_for_backward(recv_topk_idx, is_token_in_rank)
+
+
+def rows_gradient(grad_recv_x: torch.Tensor) -> torch.Tensor:
+    """What of recv_x's gradient is to travel: [R, H], or [R, 0] where there is none."""
+    return grad_recv_x if grad_recv_x.dtype in SUM_DTYPES else grad_recv_x[:, :0]
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Outputs) -> None:
     ctx.buffer = inputs[4]
-    ctx.has_scales = inputs[6] is not None
-    ctx.mark_non_differentiable(output[1], output[3], output[4])
-    ctx.save_for_backward(output[1], output[4])
+    save_received(ctx, output)
 
 
 def _backward(
     ctx: Any, grad_x: torch.Tensor, _idx: None, grad_weights: torch.Tensor, _scales: None, _in_rank: None
 ) -> tuple[Any, ...]:
-    recv_topk_idx, is_token_in_rank = ctx.saved_tensors
-    x, weights = torch.ops.thunderep.dispatch_backward(grad_x, grad_weights, recv_topk_idx, is_token_in_rank, ctx.buffer)
-    return x, None, weights, None, None, None, None, None
+    rows = rows_gradient(grad_x)
+    x, weights = torch.ops.thunderep.dispatch_backward(rows, grad_weights, *ctx.saved_tensors, ctx.buffer)
+    return x if x.dtype in SUM_DTYPES else None, None, weights, None, None, None, None, None
 
 
 torch.library.register_autograd("thunderep::dispatch", _backward, setup_context=_setup_context, lib=library)
