@@ -29,6 +29,8 @@ class Case:
     extra: tuple[tuple[int, torch.dtype], ...] = ()
     drop: float = 0.0
     blocks: bool = True
+    cut: int = 0
+    """Columns that experts cut from their results."""
     transport: str = "shm"
     device: str = "cpu"
     seed: int = 0
@@ -53,7 +55,7 @@ class Case:
     def result_of(self, rank: int) -> torch.Tensor:
         """What a rank's experts make of each gathered row that chose one of them."""
         generator = torch.Generator().manual_seed(self.seed * 10 + rank + 5)
-        return torch.randn(sum(self.sizes), self.hidden, generator=generator).bfloat16()
+        return torch.randn(sum(self.sizes), self.hidden - self.cut, generator=generator).bfloat16()
 
 
 def dispatch_problem(got: Sequence[torch.Tensor], case: Case, local: range) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.integrations.moe import Case, exchange, warmed_up
@@ -24,15 +24,17 @@ KINDS: list[tuple[torch.dtype, tuple[tuple[int, torch.dtype], ...]]] = [
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     dtype, extra = draw(st.sampled_from(KINDS))
+    hidden = draw(st.sampled_from([1, 24, 130]))
     return Case(
         sizes=draw(st.one_of(st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple), st.just((6,) * 4))),
         num_experts=draw(st.integers(1, 9)),
         topk=draw(st.integers(1, 3)),
-        hidden=draw(st.sampled_from([1, 24, 130])),
+        hidden=hidden,
         dtype=dtype,
         weights_dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16])),
         extra=extra,
         drop=draw(st.sampled_from([0.0, 0.0, 0.4])),
+        cut=draw(st.sampled_from([0, 0, hidden // 3])),
         blocks=draw(st.booleans()),
         transport=draw(st.sampled_from(["shm", "shm", "collective"])),
         seed=draw(st.integers(0, 100)),
@@ -40,6 +42,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @settings(max_examples=30)
+@example(case=Case((3, 5), cut=8))
 @given(case=cases())
 def test_experts_get_and_return_what_an_all_gather_has(
     case: Case, four_ranks: Callable[[], Ranks], count_example: Callable[[], None]

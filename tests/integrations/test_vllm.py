@@ -64,6 +64,7 @@ CASES = {
     "with LoRA": Case((5, 3), extra=((0, torch.int32),)),
     "block-scaled, with LoRA": Case((5, 5), dtype=FP8, extra=((3, torch.float32), (0, torch.int32))),
     "as many as there may be": Case((64, 1)),
+    "experts cut columns": Case((5, 13), cut=8),
     "fewer experts than other layers": Case((5, 5), num_experts=4),
 }
 
@@ -77,7 +78,9 @@ def test_a_dispatch_that_no_layer_announced_gathers_all(two_ranks: Ranks) -> Non
     assert two_ranks.run(vllm_ranks.dispatch_and_combine, CASES["uneven"], False) == [None] * 2
 
 
-@pytest.mark.parametrize("name", ["even", "fewer experts than other layers", "uneven", "no tokens on one rank"])
+@pytest.mark.parametrize(
+    "name", ["even", "experts cut columns", "fewer experts than other layers", "uneven", "no tokens on one rank"]
+)
 def test_serves_what_vllm_has_around_experts(name: str, two_ranks: Ranks) -> None:
     assert two_ranks.run(vllm_ranks.layer, CASES[name]) == [None] * 2
 

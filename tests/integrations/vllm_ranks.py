@@ -164,7 +164,7 @@ def _layer(name: str, case: Case) -> torch.Tensor | str:
     if dispatch_problem([rows, all_weights, all_ids], case, _local(case)):
         return f"{name}: what experts get is wrong"
     y = _result(case, all_ids, unread=name == "ours")
-    output = torch.empty(len(x), case.hidden, dtype=y.dtype)
+    output = torch.empty(len(x), y.shape[1], dtype=y.dtype)
     vllms._finalize(kernel, output, y, x, all_weights, all_ids, False, shared.append, x)
     beside = name == "ours" and (max(case.sizes) > FEW_TOKENS or _world["ours"].micro_batches)
     return output if len(shared) == beside else f"{name}: the shared expert was computed {len(shared)} times"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from thunderep.api import DispatchOutput, combine, dispatch
 from thunderep.buffer import Buffer
@@ -112,21 +113,21 @@ class Exchange:
         """Sum the ranks' results for this rank's tokens. Collective.
 
         Args:
-            y: [R, H] bf16, fp16 or fp32: this rank's experts' weighted results for each row that `dispatch` returned, or for
-                what `gather` did.
+            y: [R, W] bf16, fp16 or fp32: this rank's experts' weighted results for each row that `dispatch` returned, or for
+                what `gather` did. W may be less than H: some experts cut columns that only pad.
             sizes: As `dispatch` had them.
             routing: What `dispatch` returned; None after `gather`. With it, rows without a choice of this rank's experts
                 are not read.
 
         Returns:
-            [T, H], y's type.
+            [T, W], y's type.
 
         Raises:
             ValueError, RuntimeError, PeerError: As `thunderep.combine`.
         """
         if routing is None:
             return reduce_scatter(y, self.buffer, list(sizes))
-        return combine(pad_rows(y, sizes, max(sizes)), routing, self.buffer)
+        return _cut(combine(self._padded(y, sizes), routing, self.buffer), y.shape[1])
 
     def start_combine(
         self, y: torch.Tensor, sizes: Sequence[int], routing: DispatchOutput | None
@@ -135,7 +136,13 @@ class Exchange:
         if routing is None:
             result = reduce_scatter(y, self.buffer, list(sizes))
             return lambda: result
-        return combine(pad_rows(y, sizes, max(sizes)), routing, self.buffer, async_op=True).wait
+        work, width = combine(self._padded(y, sizes), routing, self.buffer, async_op=True), y.shape[1]
+        return lambda: _cut(work.wait(), width)
+
+    def _padded(self, y: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """[N * M, H] of [R, W], as `thunderep.combine` takes it."""
+        rows, missing = pad_rows(y, sizes, max(sizes)), self.buffer.hidden - y.shape[1]
+        return functional.pad(rows, (0, missing)) if missing > 0 else rows
 
     def _routable(self, x: torch.Tensor, weights: torch.Tensor, idx: torch.Tensor, extra: Sequence[torch.Tensor]) -> bool:
         """Whether `dispatch` carries these; the same on all ranks, which have tensors of one kind."""
@@ -148,3 +155,7 @@ class Exchange:
             and weights.dtype == torch.float32 and idx.dtype in IDX_DTYPES and idx.shape[1] == buffer.topk
             and (not extra or (len(extra) == 1 and extra[0].dim() == 2 and extra[0].dtype == torch.float32))
         )  # fmt: skip
+
+
+def _cut(rows: torch.Tensor, width: int) -> torch.Tensor:
+    return rows[:, :width].contiguous()
