@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from thunderep.testing.processes import gpu_of
+
 _KV_CACHE_BYTES = 4 << 30
 
 
@@ -79,18 +81,16 @@ def run(llm: Any, phase: Phase, rank: int, repetition: int) -> dict[str, Any]:
 def main(job_file: str, rank: int, result_file: str) -> None:
     """Run all phases, each once to warm up."""
     job = json.loads(Path(job_file).read_text())
-    ranks, gpus = job["ranks"], torch.cuda.device_count()
-    if ranks > gpus:  # NCCL takes no two ranks on one GPU, unless it believes that they are on different hosts
-        os.environ["NCCL_HOSTID"] = f"rank {rank}"
+    ranks = job["ranks"]
     os.environ |= {
         "VLLM_DP_RANK": str(rank),
-        "VLLM_DP_RANK_LOCAL": str(rank % gpus),
+        "VLLM_DP_RANK_LOCAL": str(gpu_of(rank, ranks)),
         "VLLM_DP_SIZE": str(ranks),
         "VLLM_DP_MASTER_IP": "127.0.0.1",
         "VLLM_DP_MASTER_PORT": str(job["port"]),
     }
     dist.init_process_group("gloo", init_method=f"file://{job_file}.store", rank=rank, world_size=ranks)
-    llm = engine(job, -(-ranks // gpus))
+    llm = engine(job, -(-ranks // torch.cuda.device_count()))
     results = {}
     for name, numbers in job["phases"].items():
         results[name] = [run(llm, Phase(*numbers), rank, i) for i in range(job["repeats"] + 1)][1:]

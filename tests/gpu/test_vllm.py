@@ -37,8 +37,6 @@ JOB: dict[str, Any] = {
 }
 MOST = 0.9
 """Share of sequences that are the same where sums are rounded otherwise: a token here and there may be another one."""
-
-
 QWEN, GPT, GLM = "qwen3-30b-a3b", "gpt-oss-20b", "glm-4.5-air"
 CASES = [(model, eager, "1", False) for model in (QWEN, GPT, GLM) for eager in (True, False)]
 CASES += [(QWEN, True, "dma", False), (QWEN, True, "direct", False), (QWEN, False, "1", True), (GLM, False, "1", True)]

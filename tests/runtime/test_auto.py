@@ -250,6 +250,20 @@ def test_ranks_take_rank_0s_thresholds(pair: Ranks) -> None:
     assert [f"rank 0: {ENVIRONMENT}: got 'many'" in str(error) for error in caught.value.errors] == [True, True]
 
 
+def wide_rows() -> list[bool]:
+    """Of rows as long as all that kernels have room for, and of more columns than that: whether kernels move one."""
+    _, made, _ = connected("auto")
+    region, size = made._window.region, DTYPES[0].itemsize
+    one = call("all_gather", 1, 1)
+    taken = [made.window(one._replace(hidden=columns)) is not None for columns in (region.slot * 8 // size, region.slot * 8)]
+    made.close()
+    return taken
+
+
+def test_copy_engines_move_rows_that_are_too_wide_for_kernels(pair: Ranks) -> None:
+    assert pair.run(wide_rows) == [[True, False]] * 2
+
+
 def one_way_only() -> list[list[bool]]:
     """Who takes a call of any size over `dma` and over `direct`: kernels? What they take is counted."""
     taken = []

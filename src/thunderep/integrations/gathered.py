@@ -57,8 +57,10 @@ class Exchange:
             most_tokens: The largest T that will ever be.
             extra: As `dispatch` has it; likewise.
         """
+        if not self._routable(x, topk_idx.float(), topk_idx, extra):
+            return
         buffer, tokens = self.buffer, 1
-        while self._routable(x, topk_idx.float(), topk_idx, extra) and tokens <= most_tokens:
+        while tokens <= most_tokens:
             rows, idx, *scales = (t.new_zeros(tokens, t.shape[1]) for t in (x, topk_idx, *extra))
             weights = torch.zeros_like(idx, dtype=torch.float32)
             d = dispatch(rows, idx, weights, buffer.num_experts, buffer, x_scales=scales[0] if scales else None)

@@ -9,7 +9,7 @@ Layout, for N ranks:
 | part | size | written by |
 | --- | --- | --- |
 | token | 64 bytes: proves that an attached segment is this one | creator, once |
-| control | N x 1024 bytes: status, doorbell, announcements, lanes of one rank (`CONTROL_*`) | its rank; doorbell: anyone |
+| control | N x 4096 bytes: status, doorbell, lanes and latest calls of one rank (`CONTROL_*`) | its rank; doorbell: anyone |
 | flags | N owners x slots x N readers x 64 bytes, a cache line each (`schedule.Flag`) | owner and reader in turn |
 | staging | N x `Staging.nbytes`, page-aligned | owner |
 | window | `window_bytes`: what kernels move rows through (`window.Region`) | see there |

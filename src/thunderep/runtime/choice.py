@@ -11,13 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thunderep.runtime import arena, cuda, numa, window
-from thunderep.runtime.plan import GPU_WAYS
+from thunderep.runtime import cuda, numa, window
 
 _log = logging.getLogger(__name__)
 
-_MOST_LANES = arena.MAX_LANES - GPU_WAYS
-MAX_RANKS = {"dma": _MOST_LANES, "direct": window.MAX_RANKS, "auto": min(_MOST_LANES, window.MAX_RANKS)}
+MAX_RANKS = {"direct": window.MAX_RANKS, "auto": window.MAX_RANKS}
 """Ranks of one host that a transport of CUDA tensors takes at most."""
 
 

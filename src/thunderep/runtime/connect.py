@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,12 +16,12 @@ from thunderep.runtime.host import HostTransport
 from thunderep.runtime.rendezvous import Rendezvous, UnableError, compare, share_segment
 from thunderep.runtime.staging import Shape, parts_of
 from thunderep.runtime.transport import Transport
-from thunderep.runtime.tuning import Thresholds
+from thunderep.runtime.tuning import COPY_ENGINES_ONLY, KERNELS_ONLY, Thresholds
 from thunderep.runtime.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
-_FIXED = {"shm": Thresholds(-1, -1), "dma": Thresholds(-1, -1), "direct": Thresholds(sys.maxsize, sys.maxsize)}
+_FIXED = {"shm": COPY_ENGINES_ONLY, "dma": COPY_ENGINES_ONLY, "direct": KERNELS_ONLY}
 
 
 class Wish(NamedTuple):

@@ -1,10 +1,11 @@
 """Moves rows by `dma`: executes schedules with copy engines and stream memory operations; no SM moves a byte.
 
 Each lane has a stream of its own, forked from the caller's and joined to it before the call returns, so results and
-inputs are safe in stream order as with any PyTorch operator, eager or captured. Lanes are issued in turns, since CUDA may have
-streams share a hardware queue. Flags are the planner's binary
-semaphores, which come back to 0 by themselves, so a captured operation may be replayed any number of times and in any
-order that all ranks share.
+inputs are safe in stream order as with any PyTorch operator, eager or captured. Lanes are issued in turns, since CUDA may
+have streams share a hardware queue.
+
+Flags are the planner's binary semaphores, which come back to 0 by themselves, so a captured operation may be replayed any
+number of times and in any order that all ranks share.
 
 The host never learns how many tokens the peers have: chunks are cut for M rows of every rank; of a rank's own input
 only what is there is copied, and the rest of what its peers receive is unspecified.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
@@ -21,7 +20,7 @@ from thunderep.runtime.release import Releaser
 from thunderep.runtime.rendezvous import Rendezvous, require_able
 from thunderep.runtime.traffic import Stats, Traffic
 from thunderep.runtime.transport import DTYPES, OUTWARD, ByRank, Call, Scratch
-from thunderep.runtime.tuning import Thresholds
+from thunderep.runtime.tuning import KERNELS_ONLY, Thresholds
 from thunderep.runtime.window import Region, Window
 
 SHARE = "THUNDEREP_SHARE_GPU"
@@ -120,7 +119,7 @@ class GpuTransport:
             return False
         row_bytes = call.hidden * DTYPES[call.dtype].itemsize
         holds = self._window.region.holds(OUTWARD[call.kind], row_bytes, call.topk, max(0, call.scales))
-        return holds or self._thresholds.dispatch == sys.maxsize
+        return holds or self._thresholds == KERNELS_ONLY  # which says that there is no room
 
     def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
         """Give every rank all rows of all ranks. The ids' payload must have M rows: what is past T reads -1 there."""

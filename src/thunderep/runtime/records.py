@@ -36,8 +36,10 @@ class Records:
         written = self._written[sequence % arena.RECORDS]
         if written is None or written[0] is not call or written[1] != captured:
             self._written[sequence % arena.RECORDS] = call, captured
+            _SEQUENCE.pack_into(memory, at, 0)
+            fence()  # whoever sees a part of the new call no longer sees the old one's number
             _RECORD.pack_into(memory, at, 0, captured, call.kind, *call[2:], call.tokens)
-            fence()  # whoever sees the sequence number sees the call
+            fence()  # whoever sees the new number sees all of the call
         _SEQUENCE.pack_into(memory, at, sequence)
 
     def has(self, rank: int, sequence: int) -> bool:
@@ -46,8 +48,7 @@ class Records:
 
     def read(self, rank: int, sequence: int) -> Call:
         """A rank's call of this number, which is there."""
-        _, _, kind, *rest, tokens = _RECORD.unpack_from(self._segment.bytes, self._at(rank, sequence))
-        return Call(kind, tokens, *rest)
+        return self._unpack(rank, sequence)[2]
 
     def last(self, rank: int) -> tuple[int, int]:
         """Sequence number and kind of the call that a rank wrote down last; zeros if none."""
@@ -67,11 +68,15 @@ class Records:
             return None
         calls = {}
         for rank in range(self._layout.num_ranks):
-            captured = _RECORD.unpack_from(memory, self._at(rank, sequence))[1]
-            call = self.read(rank, sequence)
-            if self.has(rank, sequence) and not captured:  # still there, so what was read is one call
+            number, captured, call = self._unpack(rank, sequence)
+            fence()  # if the number is still there now, what was read is all of this call
+            if number == sequence and self.has(rank, sequence) and not captured:
                 calls[rank] = call
         return difference(calls)
+
+    def _unpack(self, rank: int, sequence: int) -> tuple[int, bool, Call]:
+        number, captured, kind, *rest, tokens = _RECORD.unpack_from(self._segment.bytes, self._at(rank, sequence))
+        return number, bool(captured), Call(kind, tokens, *rest)
 
     def _at(self, rank: int, sequence: int) -> int:
         return self._layout.control(rank, arena.CONTROL_RECORDS + sequence % arena.RECORDS * arena.RECORD_BYTES)

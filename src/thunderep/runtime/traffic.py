@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ class Traffic:
 
     def __init__(self, num_ranks: int) -> None:
         self._peers = num_ranks - 1
+        self._lock = threading.Lock()  # who asks may be another thread than those that operate
         self._new: dict[tuple[Call, int], int] = {}  # how often, not yet in the sums below
         self._operations = [0] * len(KINDS)
         self._own_rows = self._sent = self._received = self._returned = 0  # bytes
@@ -55,9 +57,10 @@ class Traffic:
     def add(self, call: Call, peers_rows: int) -> None:
         """Count an operation in which all peers together have so many rows."""
         key = call, peers_rows
-        self._new[key] = self._new.get(key, 0) + 1
-        if len(self._new) > _MOST_NEW:
-            self._sum_up()
+        with self._lock:
+            self._new[key] = self._new.get(key, 0) + 1
+            if len(self._new) > _MOST_NEW:
+                self._sum_up()
 
     def _sum_up(self) -> None:
         for (call, peers_rows), count in self._new.items():
@@ -78,7 +81,8 @@ class Traffic:
 
     def stats(self, waited: Sequence[float] | None = None) -> Stats:
         """What has been counted, and what the caller knows of waits."""
-        self._sum_up()
+        with self._lock:
+            self._sum_up()
         operations = dict(zip(KINDS, self._operations, strict=True))
         sent = self._sent + (self._own_rows if self._peers else 0)
         received = self._received + self._peers * self._returned

@@ -50,6 +50,9 @@ class Thresholds(NamedTuple):
         return call.max_tokens * call.hidden * _ITEM_BYTES[call.dtype] <= limit
 
 
+KERNELS_ONLY = Thresholds(sys.maxsize, sys.maxsize)
+COPY_ENGINES_ONLY = Thresholds(-1, -1)
+
 BUILT_IN = Thresholds(dispatch=4 << 20, combine=4 << 20)
 """Provisional. Source: sketches of both ways on two H200s without peer access, PCIe 5 x16, replayed as graphs, all-gather of
 4 KiB rows: kernels took 127 us for 4 MiB a rank, copy engines 152; for 8 MiB it was 280 and 254. Assumed of combine too."""

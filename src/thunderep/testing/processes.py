@@ -155,6 +155,16 @@ class Ranks:
         self.close()
 
 
+def gpu_of(rank: int, num_ranks: int) -> int:
+    """The ordinal of a rank's GPU. Where there are too few, ranks share them, and this one's NCCL is told to bear that."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if num_ranks > gpus:  # NCCL takes no two ranks on one GPU, unless it believes that they are on different hosts
+        os.environ["NCCL_HOSTID"] = f"rank {rank}"
+    return rank % gpus
+
+
 def _serve(
     pipe: Connection, rank: int, num_ranks: int, backend: str, store: str, threads: int, environment: dict[str, str]
 ) -> None:
@@ -169,10 +179,7 @@ def _serve(
     torch.set_num_threads(threads)
     device = None
     if backend != "gloo":
-        gpus = torch.cuda.device_count()
-        if num_ranks > gpus:  # NCCL takes no two ranks on one GPU, unless it believes that they are on different hosts
-            os.environ["NCCL_HOSTID"] = f"rank {rank}"
-        device = torch.device("cuda", rank % gpus)
+        device = torch.device("cuda", gpu_of(rank, num_ranks))
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=num_ranks, device_id=device)
     pipe.send_bytes(pickle.dumps(None))
