@@ -82,6 +82,7 @@ def main(capability: int) -> None:
         x, in_rank = torch.zeros(rows, hidden, dtype=dtype), torch.ones(rows, num_ranks, dtype=torch.bool)
         idx, weights = torch.zeros(rows, topk, dtype=torch.int64), torch.zeros(rows, topk)
         kernels.dispatch(x, idx, weights, torch.zeros(rows, scales) if scales else None, rows)
+        kernels.exchange_routing(idx, weights, torch.zeros(rows, scales) if scales else None, rows)
         y, recv_idx = x.new_zeros(num_ranks * rows, hidden), idx.new_zeros(num_ranks * rows, topk)
         kernels.combine([y], recv_idx, in_rank)
         kernels.combine([y, torch.zeros(num_ranks * rows, topk)], recv_idx, in_rank)

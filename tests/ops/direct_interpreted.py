@@ -195,6 +195,12 @@ def _problems(case: Case, rank: int, kernels: direct.Kernels) -> Iterator[str]:
                 value, expected = value[needed], expected[needed]
             if not same_bits(value, expected):
                 yield f"round {operation}: dispatch: {name} differs"
+        routing = kernels.exchange_routing(mine.topk_idx, mine.topk_weights, mine.x_scales, most)
+        for name, value, expected in zip(("idx", "weights", "scales", "in_rank"), routing, wanted[rank][1:], strict=True):
+            if name == "scales":
+                value, expected = value[needed], expected[needed]
+            if not same_bits(value, expected):
+                yield f"round {operation}: routing alone: {name} differs"
         in_rank = [w[4] for w in wanted]
         if case.dtype in (torch.float32, torch.float16):
             parts = [_results(case, r, operation, wanted[r][1]) for r in ranks]

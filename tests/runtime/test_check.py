@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from thunderep.runtime.check import Report, check
-from thunderep.runtime.chunks import Staging
+from thunderep.runtime.chunks import HOST_GRAIN, Staging
 from thunderep.runtime.delivery import Operation, expect_combine, expect_dispatch
 from thunderep.runtime.plan import plan_combine, plan_combine_in_place, plan_dispatch
 from thunderep.runtime.schedule import Copy, Flag, Lane, Memory, Place, Schedule, Signal, Step, Wait
@@ -24,19 +24,15 @@ WIDE = Staging(6, 256)
 FIT = (256,)
 
 
-def dispatch(
-    rows: Sequence[int], bank: int, staging: Staging = RING, row_bytes: Sequence[int] = FIT, ways: int = 1
-) -> Operation:
+def dispatch(rows: Sequence[int], bank: int, staging: Staging = RING, row_bytes: Sequence[int] = FIT) -> Operation:
     most = max(rows) + 1
-    schedules = tuple(plan_dispatch(r, rows, row_bytes, most, staging, bank, ways) for r in range(len(rows)))
+    schedules = tuple(plan_dispatch(r, rows, row_bytes, most, staging, bank, HOST_GRAIN) for r in range(len(rows)))
     return Operation(schedules, expect_dispatch(rows, row_bytes, most))
 
 
-def combine(
-    rows: Sequence[int], bank: int, staging: Staging = RING, row_bytes: Sequence[int] = FIT, ways: int = 1
-) -> Operation:
+def combine(rows: Sequence[int], bank: int, staging: Staging = RING, row_bytes: Sequence[int] = FIT) -> Operation:
     most = max(rows) + 1
-    schedules = tuple(plan_combine(r, rows, row_bytes, most, staging, bank, ways) for r in range(len(rows)))
+    schedules = tuple(plan_combine(r, rows, row_bytes, most, staging, bank, HOST_GRAIN) for r in range(len(rows)))
     return Operation(schedules, expect_combine(rows, row_bytes, most))
 
 
@@ -95,9 +91,6 @@ CLEAN: dict[str, list[Operation]] = {
         combine([4, 5], 1, NARROW),
         dispatch([3, 5], 0, NARROW),
     ],
-    "2 ranks, two lanes a direction": [f([2, 2], i % 2, ways=2) for i, f in enumerate((dispatch, combine, dispatch))],
-    "2 ranks, two lanes a direction, streaming": [dispatch([5, 3], 0, ways=2)],
-    "3 ranks, two lanes a direction": [combine([2, 2, 2], 0, ways=2), dispatch([1, 1, 1], 1, ways=2)],
     "2 ranks, ragged with zeros": [
         dispatch([2, 0], 0),
         combine([2, 0], 1),

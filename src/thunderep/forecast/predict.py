@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from thunderep.runtime.chunks import Staging
+from thunderep.runtime.chunks import GPU_GRAIN, Staging
 from thunderep.runtime.machines import MachineModel, Protocol
-from thunderep.runtime.plan import GPU_WAYS, plan_combine, plan_dispatch
+from thunderep.runtime.plan import plan_combine, plan_dispatch
 from thunderep.runtime.ring import plan_ring
 from thunderep.runtime.schedule import Copy, Lane, Schedule
 from thunderep.runtime.simulate import Executor, simulate
@@ -35,14 +35,19 @@ class Shape:
         return (2 * self.hidden,)
 
     @property
-    def dispatch_bytes(self) -> tuple[int, ...]:
-        """Bytes in a row of each payload of a dispatch: the row, int64 ids, float32 weights."""
+    def nccl_dispatch_bytes(self) -> tuple[int, ...]:
+        """Bytes in a row of each payload of NCCL's dispatch: the row, int64 ids, float32 weights."""
         return (2 * self.hidden, 8 * self.topk, 4 * self.topk)
+
+    @property
+    def dispatch_bytes(self) -> tuple[int, ...]:
+        """The same for `dma`. Ids and weights, 4 bytes each, take no copies of their own, but their part of the link."""
+        return (2 * self.hidden + 8 * self.topk,)
 
     @property
     def fp8_bytes(self) -> tuple[int, ...]:
         """The same with rows in fp8 and a float32 scale for each 128 elements."""
-        return (self.hidden, 4 * -(-self.hidden // 128), 8 * self.topk, 4 * self.topk)
+        return (self.hidden + 4 * -(-self.hidden // 128) + 8 * self.topk,)
 
     def needed_share(self, num_ranks: int) -> float:
         """The expected share of a rank's rows that a peer needs, if experts are chosen alike: 1 - (1 - 1/N)^K."""
@@ -90,7 +95,7 @@ def forecast(machine: MachineModel, kind: Kind, shape: Shape, tokens: int) -> Fo
         ours = _dma_us(machine, dispatch_schedules(num_ranks, tokens, shape.dispatch_bytes))
         needed = _dma_us(machine, dispatch_schedules(num_ranks, tokens, shape.dispatch_bytes, share))
         fp8 = _dma_us(machine, dispatch_schedules(num_ranks, tokens, shape.fp8_bytes))
-        return Forecast(machine.name, kind, tokens, ours, needed, fp8, nccl_us(machine, tokens, shape.dispatch_bytes))
+        return Forecast(machine.name, kind, tokens, ours, needed, fp8, nccl_us(machine, tokens, shape.nccl_dispatch_bytes))
     rows = round(share * tokens)
     ours, needed = (_combine_us(machine, count, tokens, shape) for count in (tokens, max(1, rows)))
     return Forecast(machine.name, kind, tokens, ours, needed, None, nccl_us(machine, tokens, shape.combine_bytes))
@@ -99,14 +104,14 @@ def forecast(machine: MachineModel, kind: Kind, shape: Shape, tokens: int) -> Fo
 def dispatch_schedules(num_ranks: int, tokens: int, row_bytes: Sequence[int], share: float = 1.0) -> list[Schedule]:
     """What `dma` executes for a dispatch; with a `share`, every copy out of staging has only that part of its bytes."""
     staging = Staging.of(num_ranks, MAX_DEFAULT_STAGING)
-    schedules = [plan_dispatch(r, [tokens] * num_ranks, row_bytes, tokens, staging, 0, GPU_WAYS) for r in range(num_ranks)]
+    schedules = [plan_dispatch(r, [tokens] * num_ranks, row_bytes, tokens, staging, 0, GPU_GRAIN) for r in range(num_ranks)]
     return [replace(s, lanes=tuple(_read_less(lane, share) for lane in s.lanes)) for s in schedules]
 
 
 def combine_schedules(num_ranks: int, tokens: int, row_bytes: Sequence[int]) -> list[Schedule]:
     """What `dma` executes for a combine."""
     staging = Staging.of(num_ranks, MAX_DEFAULT_STAGING)
-    return [plan_combine(r, [tokens] * num_ranks, row_bytes, tokens, staging, 0, GPU_WAYS) for r in range(num_ranks)]
+    return [plan_combine(r, [tokens] * num_ranks, row_bytes, tokens, staging, 0, GPU_GRAIN) for r in range(num_ranks)]
 
 
 def nccl_us(machine: MachineModel, tokens: int, row_bytes: Sequence[int]) -> float:

@@ -17,8 +17,10 @@ from thunderep.buffer import Buffer, lookup
 from thunderep.ops.combine import SUM_DTYPES
 from thunderep.ops.library import library
 from thunderep.ops.rows import kernels, require, require_device, rows_call, rows_sum, sum_by_rank
-from thunderep.runtime.chunks import MIN_CHUNK_BYTES
 from thunderep.runtime.transport import DTYPES, KINDS, Call
+
+_ONE_STEP_BYTES = 256 << 10
+"""Bytes up to which an all-reduce over more than two ranks is one step, in which all move everything."""
 
 _ONE_OF_DTYPES, _ONE_OF_SUM_DTYPES = f"one of {DTYPES}", f"one of {SUM_DTYPES}"  # made once: it takes microseconds
 
@@ -68,7 +70,8 @@ def _gather(owner: Buffer, kind: str, rows: torch.Tensor, sizes: Sequence[int]) 
         if direct is not None:
             return direct.spread(rows, _everywhere(owner, rows), max_rows)
         received = rows.new_empty(owner.num_ranks * max_rows, rows.shape[1])
-        transport.dispatch(call, [rows.contiguous()], [received])
+        with transport.dispatch(call, [rows.contiguous()], [received]):
+            pass
     return received
 
 
@@ -136,7 +139,7 @@ def _all_reduce(x: torch.Tensor, buffer: str, after: torch.Tensor | None = None)
     _validate(owner, "x", x, sums=True)
     count, width, ranks = x.numel(), max(1, min(owner.hidden, x.numel())), owner.num_ranks
     # Two steps move fewer bytes where there are more than two ranks; small tensors gain more by a step less.
-    shares = 1 if ranks <= 2 or x.nbytes <= MIN_CHUNK_BYTES else ranks
+    shares = 1 if ranks <= 2 or x.nbytes <= _ONE_STEP_BYTES else ranks
     rows = torch.nn.functional.pad(x.reshape(-1), (0, -count % (width * shares))).view(-1, width)
     sizes = [len(rows) // shares] * ranks
     if shares == 1:

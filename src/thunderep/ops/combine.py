@@ -94,7 +94,8 @@ def run_backward(
         if direct is not None:
             return direct.spread(grad, is_token_in_rank, max_rows)
         grad_y = grad.new_empty(received, grad.shape[1])
-        transport.dispatch(call, [grad.contiguous()], [grad_y])
+        with transport.dispatch(call, [grad.contiguous()], [grad_y]):
+            pass
     return grad_y.masked_fill_((recv_topk_idx < 0).all(dim=1, keepdim=True), 0.0)
 
 

@@ -46,6 +46,13 @@ SHAPES = (
 """The best of a sweep with two processes on one H200, which share its link. More blocks than that get in each other's way."""
 
 
+ROUTING = Shape(1 << 62, 2, 2, 2, 0)
+"""For routing without rows, which has time: copy engines move the rows meanwhile, and the SMs have other work."""
+
+ROUTING_ROWS = 64
+"""Tokens in a chunk of routing without rows."""
+
+
 class Round(NamedTuple):
     """One launch's part of a call: `length` rows of every rank from `start` on, `rows` of them a chunk."""
 
@@ -60,7 +67,7 @@ def rounds(max_rows: int, row_bytes: int, per_row: int, room: int) -> Iterator[R
 
     Args:
         max_rows: M.
-        row_bytes: Bytes of a row.
+        row_bytes: Bytes of a row; 0, only routing travels.
         per_row: Bytes that a row and its routing take in a slot.
         room: Bytes of the slot, or of a peer's part of it.
 
@@ -72,9 +79,10 @@ def rounds(max_rows: int, row_bytes: int, per_row: int, room: int) -> Iterator[R
     start = 0
     while start < max_rows:
         left = max_rows - start
-        shape = next(s for s in SHAPES if left * row_bytes <= s.limit)
+        shape = next(s for s in SHAPES if left * row_bytes <= s.limit) if row_bytes else ROUTING
+        most = min(MAX_CHUNK_ROWS, max(1, CHUNK // row_bytes)) if row_bytes else ROUTING_ROWS
         rows = 1
-        while rows * 2 <= min(MAX_CHUNK_ROWS, max(1, CHUNK // row_bytes), room // per_row):
+        while rows * 2 <= min(most, room // per_row):
             rows *= 2
         length = min(left, min(FLAGS, room // (rows * per_row)) * rows)
         yield Round(start, length, rows, shape)

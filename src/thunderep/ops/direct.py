@@ -90,6 +90,14 @@ class Kernels:
             launch(tokens, *addresses)
         return recv_x, recv_idx, recv_weights, recv_scales, in_rank
 
+    @phase("routing")
+    def exchange_routing(
+        self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, x_scales: torch.Tensor | None, max_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """All that `dispatch` gives beside the rows; arguments as it has them."""
+        rows = topk_weights.new_empty(len(topk_idx), 0)
+        return self.dispatch(rows, topk_idx, topk_weights, x_scales, max_rows)[1:]
+
     @phase("kernels")
     def spread(self, rows: torch.Tensor, is_token_in_rank: torch.Tensor, max_rows: int) -> torch.Tensor:
         """[R, H]: the rows [T, H] of tokens that came to this rank, zeros elsewhere. The gradient of `combine`."""
@@ -138,7 +146,7 @@ class Kernels:
         """The launches of a dispatch; `idx` is None where only rows move, K = 0."""
         row_words, rest = divmod(row_bytes, 4)
         routing = (None, None) if idx is None else (idx, torch.float32)
-        if topk and not rest and self._is_small(max_rows * (topk + -(-scales // 3) + -(-row_words // 3))):
+        if topk and row_bytes and not rest and self._is_small(max_rows * (topk + -(-scales // 3) + -(-row_words // 3))):
             words = None if without_scales else torch.int32
             pointers = [torch.int32, *routing, words, torch.int8, torch.int32]
             pointers += [torch.int32, *routing, torch.int32]

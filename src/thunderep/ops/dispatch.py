@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from thunderep.buffer import Buffer, lookup
 from thunderep.ops.combine import SUM_DTYPES
 from thunderep.ops.library import library
-from thunderep.ops.rows import kernels, metadata, remember, require, require_device, rows_call, rows_sum
+from thunderep.ops.rows import kernels, kernels_in, metadata, remember, require, require_device, rows_call, rows_sum
 from thunderep.runtime.trace import phase
 from thunderep.runtime.transport import DTYPES, KINDS, Call
 
@@ -102,6 +103,11 @@ def run(
         direct = kernels(owner, transport, call)
         if direct is not None:
             return direct.dispatch(x, topk_idx, topk_weights, x_scales, max_rows)
+        if transport.routing is not None:
+            recv_x = x.new_empty(owner.num_ranks * max_rows, x.shape[1])
+            with transport.dispatch(call, [x.contiguous()], [recv_x]):
+                routing = kernels_in(owner, transport.routing)
+                return recv_x, *routing.exchange_routing(topk_idx, topk_weights, x_scales, max_rows)
         inputs = [x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()]
         if x_scales is not None:
             inputs.append(x_scales.contiguous())
@@ -109,7 +115,8 @@ def run(
         if x.is_cuda and tokens < max_rows:  # no rank's host learns how many tokens the others have
             inputs[1] = topk_idx.new_full((max_rows, owner.topk), -1)
             inputs[1][:tokens] = topk_idx
-        rows = transport.dispatch(call, inputs, outputs)
+        with transport.dispatch(call, inputs, outputs) as rows:
+            pass
     recv_x, recv_idx, recv_weights = outputs[:3]
     recv_scales = outputs[3] if x_scales is not None else recv_weights.new_empty(recv_x.shape[0], 0)
     in_rank = _localize(owner, recv_idx, recv_weights, rows, inputs[1][:tokens])
@@ -117,7 +124,9 @@ def run(
 
 
 @phase("localize")
-def _localize(owner: Buffer, idx: torch.Tensor, weights: torch.Tensor, rows: list[int], sent_idx: torch.Tensor) -> torch.Tensor:
+def _localize(
+    owner: Buffer, idx: torch.Tensor, weights: torch.Tensor, rows: Sequence[int], sent_idx: torch.Tensor
+) -> torch.Tensor:
     """Turn received global ids into local ones, in place: -1, and weight 0, for padding and for other ranks' experts.
 
     Returns:

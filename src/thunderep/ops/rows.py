@@ -13,6 +13,7 @@ from thunderep.runtime.transport import DTYPES, KINDS, ByRank, Call, Transport
 
 if TYPE_CHECKING:
     from thunderep.ops.direct import Kernels
+    from thunderep.runtime.window import Window
 
 _MAX_CALLS = 4096
 """Signatures of calls that a Buffer remembers."""
@@ -53,11 +54,16 @@ def require_device(buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> None:
 def kernels(owner: Buffer, transport: Transport, call: Call) -> Kernels | None:
     """What does all of this call, where kernels do; else the transport's methods are to move it."""
     window = transport.window(call)
-    if window is not None and owner.kernels is None:
+    return None if window is None else kernels_in(owner, window)
+
+
+def kernels_in(owner: Buffer, window: Window) -> Kernels:
+    """The Buffer's kernels, in the one window that it has."""
+    if owner.kernels is None:
         from thunderep.ops.direct import Kernels
 
         owner.kernels = Kernels(window, owner.num_experts, owner.bad_ids)
-    return None if window is None else owner.kernels
+    return owner.kernels  # type: ignore[no-any-return]
 
 
 def rows_call(

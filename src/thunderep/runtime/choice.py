@@ -15,7 +15,7 @@ from thunderep.runtime import cuda, numa, window
 
 _log = logging.getLogger(__name__)
 
-MAX_RANKS = {"direct": window.MAX_RANKS, "auto": window.MAX_RANKS}
+MAX_RANKS = dict.fromkeys(("dma", "direct", "auto"), window.MAX_RANKS)
 """Ranks of one host that a transport of CUDA tensors takes at most."""
 
 

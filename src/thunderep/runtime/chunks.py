@@ -13,8 +13,11 @@ from typing import NamedTuple
 ALIGNMENT = 256
 """Bytes that chunks and the sections in them start at a multiple of: what copy engines and vector loads like."""
 
-MIN_CHUNK_BYTES = 256 << 10
-"""Below this a chunk costs more to signal than its overlap saves."""
+HOST_GRAIN = 32 << 10
+"""`grain` of a CPU's copies."""
+
+GPU_GRAIN = 512 << 10
+"""`grain` of copy engines: on an H200 a chunk's nodes in a graph cost about 10 us, in which PCIe 5 x16 moves so much."""
 
 MIN_SLOT_BYTES = 4096
 
@@ -117,13 +120,21 @@ def peers_of(rank: int, num_ranks: int) -> tuple[int, ...]:
     return tuple((rank + i) % num_ranks for i in range(1, num_ranks))
 
 
-def in_turn(messages: Sequence[Message], staging: Staging, bank: int) -> Iterator[Chunk]:
-    """Chunks in the order in which they take slots: the first chunk of every message, then the second, ..."""
+def in_turn(messages: Sequence[Message], staging: Staging, bank: int, grain: int) -> Iterator[Chunk]:
+    """Chunks in the order in which they take slots: the first chunk of every message, then the second, ...
+
+    Args:
+        messages: All that one rank sends.
+        staging: Its ring.
+        bank: The half of the ring that the first chunk goes to.
+        grain: Bytes that could be moved in the time that a chunk more costs. Receiving begins when the first chunk is there,
+            so n bytes in c chunks take as long as n + n / c + c * grain: the fastest c is the root of n / grain.
+    """
     messages = [m for m in messages if m.readers and m.nbytes]
     half, total = staging.slots // 2, sum(m.nbytes for m in messages)
     # A slot for each message, and the others of the half by size: then a call that fits there does, however uneven it is.
     targets = [1 + max(0, half - len(messages)) * m.nbytes // total for m in messages]
-    chunked = [list(_chunks(m, _chunk_bytes(m.nbytes, t, staging))) for m, t in zip(messages, targets, strict=True)]
+    chunked = [list(_chunks(m, _chunk_bytes(m.nbytes, t, staging, grain))) for m, t in zip(messages, targets, strict=True)]
     turn, first = 0, bank * half
     for c in range(max((len(chunks) for chunks in chunked), default=0)):
         for message, chunks in zip(messages, chunked, strict=True):
@@ -140,9 +151,14 @@ def side_by_side(messages: Sequence[Message], staging: Staging, bank: int) -> li
     return [Chunk(i, first + i, (first + i) * staging.slot_bytes, *chunk) for i, chunk in enumerate(chunks)]
 
 
-def _chunk_bytes(nbytes: int, target: int, staging: Staging) -> int:
-    """Bytes in a chunk: a message is cut into `target` chunks, fewer if they would be tiny, more if a slot holds no more."""
-    return min(staging.slot_bytes, max(MIN_CHUNK_BYTES, _align(-(-nbytes // target))))
+def chunk_count(nbytes: int, grain: int) -> int:
+    """Chunks that a message is best cut into."""
+    return max(1, round(math.sqrt(nbytes / grain)))
+
+
+def _chunk_bytes(nbytes: int, most: int, staging: Staging, grain: int) -> int:
+    """Bytes in a chunk: a message is cut into at most so many chunks, more if a slot holds no more."""
+    return min(staging.slot_bytes, _align(-(-nbytes // min(most, chunk_count(nbytes, grain)))))
 
 
 def _chunks(message: Message, chunk_bytes: int) -> Iterator[list[Piece]]:

@@ -36,7 +36,8 @@ class CollectiveTransport:
         self._traffic = Traffic(self._num_ranks)
         self._broken: PeerError | None = None
 
-    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
+    @contextlib.contextmanager
+    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Iterator[Sequence[int]]:
         """Give every rank all rows of all ranks."""
         rows = self._announce(call, outputs[0].device)
         max_rows = outputs[0].shape[0] // self._num_ranks
@@ -46,7 +47,7 @@ class CollectiveTransport:
             padded = sent.new_empty(max_rows, *sent.shape[1:])
             padded[: len(sent)] = sent
             self._run(lambda o=received, i=padded: _all_gather(_bytes(o), _bytes(i), group=self._group))
-        return rows
+        yield rows
 
     @contextlib.contextmanager
     def combine(self, call: Call, inputs: Sequence[torch.Tensor], scratch: Scratch) -> Iterator[list[ByRank]]:
@@ -60,6 +61,10 @@ class CollectiveTransport:
 
     def window(self, call: Call) -> None:
         """No kernels move rows here."""
+
+    @property
+    def routing(self) -> None:
+        """No kernels move anything here."""
 
     def stats(self) -> Stats:
         """What this rank has moved so far."""

@@ -9,7 +9,7 @@ from typing import Literal
 from thunderep.runtime import arena
 from thunderep.runtime.chunks import Staging
 from thunderep.runtime.cuda import DEFAULT_QUEUES
-from thunderep.runtime.plan import GPU_WAYS, most_lanes
+from thunderep.runtime.plan import most_lanes
 from thunderep.runtime.staging import MAX_DEFAULT_STAGING
 from thunderep.runtime.topology import Gpu, Machine
 
@@ -226,7 +226,7 @@ def _system(machine: Machine) -> Iterator[Finding]:
 def _environment(machine: Machine) -> Iterator[Finding]:
     said = machine.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     queues = int(said) if said.isdecimal() else DEFAULT_QUEUES
-    if queues <= most_lanes(max(2, len(machine.gpus)), GPU_WAYS):
+    if queues <= most_lanes(max(2, len(machine.gpus))):
         advice = "set 32: with fewer queues than streams that wait, a wait holds up copies and kernels that need not wait"
         yield Finding("note", "environment", f"CUDA_DEVICE_MAX_CONNECTIONS is {queues}", advice)
     if machine.environment.get("NCCL_SHM_DISABLE") == "1":

@@ -13,6 +13,7 @@ only what is there is copied, and the rest of what its peers receive is unspecif
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,8 @@ from typing import NamedTuple
 import torch
 
 from thunderep.runtime import arena, cuda
-from thunderep.runtime.plan import GPU_WAYS, most_lanes, plan_combine, plan_dispatch
+from thunderep.runtime.chunks import GPU_GRAIN
+from thunderep.runtime.plan import most_lanes, plan_combine, plan_dispatch
 from thunderep.runtime.schedule import Copy, Flag, Place, Schedule, Wait
 from thunderep.runtime.trace import phase
 
@@ -50,7 +52,7 @@ class CopyEngines:
 
     def __init__(self, segment: arena.Segment, pinned: int, layout: arena.Layout, rank: int, device: torch.device) -> None:
         self._segment, self._pinned, self._layout, self._rank = segment, pinned, layout, rank
-        self._streams = [torch.cuda.Stream(device) for _ in range(most_lanes(layout.num_ranks, GPU_WAYS))]
+        self._streams = [torch.cuda.Stream(device) for _ in range(most_lanes(layout.num_ranks))]
         self._program = lru_cache(maxsize=256)(self._make_program)
 
     def state(self) -> bytes:
@@ -68,9 +70,27 @@ class CopyEngines:
                     words[self._layout.flag(Flag(peer, slot, self._rank)) // 4] = 1
                     words[self._layout.flag(Flag(self._rank, slot, peer)) // 4] = 0
 
+    @contextlib.contextmanager
+    def moving(
+        self, kind: str, max_rows: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
+        """Issue a "dispatch" or a "combine", with M rows a rank; what is issued within the context runs beside it.
+
+        The current stream goes on after both.
+        """
+        streams = self._issue(kind, max_rows, inputs, outputs)
+        try:
+            yield
+        finally:
+            caller = torch.cuda.current_stream()
+            for stream in streams:
+                caller.wait_stream(stream)
+
     @phase("copy_engines")
-    def run(self, kind: str, max_rows: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Issue a "dispatch" or a "combine", with M rows a rank, to the current stream."""
+    def _issue(
+        self, kind: str, max_rows: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> list[torch.cuda.Stream]:
+        """Issue all lanes, after the current stream; their streams."""
         row_bytes = tuple(t.numel() // len(t) * t.element_size() if len(t) else 0 for t in outputs)
         program = self._program(kind, row_bytes, max_rows)
         bases = (0, *(t.data_ptr() for t in inputs), *(t.data_ptr() for t in outputs))
@@ -89,11 +109,10 @@ class CopyEngines:
                     nbytes = min(nbytes, limits[src] - src_offset)
                 if nbytes > 0:
                     cuda.copy(bases[dst] + dst_offset, bases[src] + src_offset, nbytes, handles[lane])
-        for stream in streams:
-            caller.wait_stream(stream)
+        return streams
 
     def _make_program(self, kind: str, row_bytes: tuple[int, ...], max_rows: int) -> _Program:
-        lanes, queues = most_lanes(self._layout.num_ranks, GPU_WAYS), cuda.hardware_queues()
+        lanes, queues = most_lanes(self._layout.num_ranks), cuda.hardware_queues()
         if queues <= lanes:
             warnings.warn(
                 f"CUDA_DEVICE_MAX_CONNECTIONS: {queues} hardware queues for {lanes} lanes and the model's own streams: what"
@@ -103,7 +122,7 @@ class CopyEngines:
             )
         planner, bank = (plan_dispatch, 0) if kind == "dispatch" else (plan_combine, 1)
         rows = [max_rows] * self._layout.num_ranks
-        schedule = planner(self._rank, rows, row_bytes, max_rows, self._layout.staging, bank, GPU_WAYS)
+        schedule = planner(self._rank, rows, row_bytes, max_rows, self._layout.staging, bank, GPU_GRAIN)
         return _Program(len(schedule.lanes), list(self._instructions(schedule, len(row_bytes))))
 
     def _instructions(self, schedule: Schedule, payloads: int) -> Iterator[tuple[int, _Instruction]]:

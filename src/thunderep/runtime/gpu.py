@@ -1,7 +1,8 @@
 """The transports of CUDA tensors on one host, `dma`, `direct` and `auto`: who has which GPU, what is pinned, what ends when.
 
-Copy engines move payloads through a ring of slots; kernels do the whole of an operation in a window. Both lie in one pinned
-segment and share nothing else, so operations may go either way in any order that all ranks share.
+Copy engines move rows through a ring of slots; kernels do the whole of an operation in a window, or what engines cannot do
+of it: ids, weights and scales. Both lie in one pinned segment and share nothing else, so operations may go either way in any
+order that all ranks share.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class GpuTransport:
     Args:
         segment: The mapped segment, pinned; unpinned and closed with the transport.
         pinned: The device's address of the segment.
-        layout: What lies where in it; without a window there, copy engines move every call.
+        layout: What lies where in it.
         rank: This rank.
         device: This rank's GPU.
         control: This rank's control block; closed with the transport.
@@ -96,10 +97,8 @@ class GpuTransport:
         self._segment, self._num_ranks, self._device, self._control = segment, layout.num_ranks, device, control
         self._thresholds, self._traffic = thresholds, Traffic(layout.num_ranks)
         self._engines = CopyEngines(segment, pinned, layout, rank, device)
-        self._window: Window | None = None
-        if layout.window_bytes:
-            region = Region(layout.num_ranks, layout.window_bytes)
-            self._window = Window(segment, pinned, layout.window, region, rank, device)
+        region = Region(layout.num_ranks, layout.window_bytes)
+        self._window = Window(segment, pinned, layout.window, region, rank, device)
         peers = [peer for peer in range(layout.num_ranks) if peer != rank]
         self._releaser = Releaser(control, peers, self._state, self._release)
         self._by_kernels = lru_cache(maxsize=4096)(self._takes_kernels)
@@ -108,35 +107,44 @@ class GpuTransport:
 
     def window(self, call: Call) -> Window | None:
         """Announce the call and return the window in which kernels do all of it; None if the other methods are to move it."""
-        if self._window is None or not self._by_kernels(call):
+        if not self._by_kernels(call):
             return None
         self._begin(call)
         return self._window
 
     def _takes_kernels(self, call: Call) -> bool:
         """Whether kernels are to move such calls; where copy engines could, only if the window has room for their rows."""
-        if self._window is None or not self._thresholds.take(call):
+        if not self._thresholds.take(call):
             return False
         row_bytes = call.hidden * DTYPES[call.dtype].itemsize
         holds = self._window.region.holds(OUTWARD[call.kind], row_bytes, call.topk, max(0, call.scales))
         return holds or self._thresholds == KERNELS_ONLY  # which says that there is no room
 
-    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
-        """Give every rank all rows of all ranks. The ids' payload must have M rows: what is past T reads -1 there."""
-        self._run("dispatch", call, inputs, outputs)
-        return [call.max_tokens] * self._num_ranks
+    @property
+    def routing(self) -> Window:
+        """The window in which kernels exchange ids, weights and scales while copy engines move rows."""
+        return self._window
+
+    @contextlib.contextmanager
+    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Iterator[Sequence[int]]:
+        """Give every rank all rows of all ranks; how many they are the host does not learn."""
+        with self._moving("dispatch", call, inputs, outputs):
+            yield [call.max_tokens] * self._num_ranks
 
     @contextlib.contextmanager
     def combine(self, call: Call, inputs: Sequence[torch.Tensor], scratch: Scratch) -> Iterator[list[ByRank]]:
         """Give every rank back the rows that stem from it."""
         outputs = scratch(inputs)
-        self._run("combine", call, inputs, outputs)
+        with self._moving("combine", call, inputs, outputs):
+            pass
         yield [output.unflatten(0, (self._num_ranks, call.max_tokens)) for output in outputs]
 
-    def _run(self, kind: str, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+    @contextlib.contextmanager
+    def _moving(self, kind: str, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Iterator[None]:
         self._begin(call)
         try:
-            self._engines.run(kind, call.max_tokens, inputs, outputs)
+            with self._engines.moving(kind, call.max_tokens, inputs, outputs):
+                yield
         except BaseException as error:
             if not torch.cuda.is_current_stream_capturing():  # then nothing was issued, whatever the capture holds
                 self._control.give_up(error)
@@ -150,12 +158,11 @@ class GpuTransport:
 
     def _state(self) -> bytes:
         """As `Releaser` has it: the engines' part is always as long, so both together are as telling as each alone."""
-        return self._engines.state() + (self._window.state() if self._window is not None else b"")
+        return self._engines.state() + self._window.state()
 
     def _release(self) -> None:
         self._engines.release()
-        if self._window is not None:
-            self._window.release()
+        self._window.release()
 
     def stats(self) -> Stats:
         """What this rank has moved so far."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from thunderep.runtime import arena
+from thunderep.runtime.chunks import HOST_GRAIN
 from thunderep.runtime.control import Control
 from thunderep.runtime.futex import fence
 from thunderep.runtime.plan import plan_combine, plan_combine_in_place, plan_dispatch
@@ -85,13 +86,14 @@ class HostTransport:
         self._lock = threading.Lock()
         self._program = lru_cache(maxsize=256)(self._make_program)
 
-    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
+    @contextlib.contextmanager
+    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Iterator[Sequence[int]]:
         """Give every rank all rows of all ranks."""
         with self._lock:
             rows = self._announce(call)
             program = self._program(self._key("dispatch", call, rows, outputs))
             self._execute("dispatch", program.lanes, inputs, outputs)
-            return rows
+        yield rows
 
     @contextlib.contextmanager
     def combine(self, call: Call, inputs: Sequence[torch.Tensor], scratch: Scratch) -> Iterator[list[ByRank]]:
@@ -115,6 +117,10 @@ class HostTransport:
 
     def window(self, call: Call) -> None:
         """No kernels move rows here."""
+
+    @property
+    def routing(self) -> None:
+        """No kernels move anything here."""
 
     def stats(self) -> Stats:
         """What this rank has moved so far."""
@@ -168,7 +174,7 @@ class HostTransport:
         schedule = plan_combine_in_place(*shape) if key.kind == "combine" else None
         if schedule is not None:
             return self._lend(schedule, len(key.row_bytes))
-        schedule = (plan_combine if key.kind == "combine" else plan_dispatch)(*shape)
+        schedule = (plan_combine if key.kind == "combine" else plan_dispatch)(*shape, HOST_GRAIN)
         return _Program(tuple(self._instructions(schedule.rank, lane.steps, len(key.row_bytes)) for lane in schedule.lanes))
 
     def _lend(self, schedule: Schedule, payloads: int) -> _Program:

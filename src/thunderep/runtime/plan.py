@@ -35,18 +35,14 @@ from thunderep.runtime.schedule import Copy, Flag, Lane, Memory, Place, Schedule
 RECEIVE_LANES = 4
 """Lanes at most that receive from several peers, who then share them: more hide nothing more, and each takes a queue."""
 
-GPU_WAYS = 2
-"""`ways` where copy engines execute a schedule."""
-
 
 class _Part(NamedTuple):
     turn: int
-    slot: int
     steps: list[Step]  # a wait, copies, a signal
 
 
 def plan_dispatch(
-    rank: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int, staging: Staging, bank: int, ways: int = 1
+    rank: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int, staging: Staging, bank: int, grain: int
 ) -> Schedule:
     """The schedule of one rank's dispatch.
 
@@ -57,8 +53,7 @@ def plan_dispatch(
         max_rows: M; row i of rank r arrives in row r * M + i of every rank's outputs.
         staging: The ring, the same on all ranks.
         bank: Half of the ring in which to start, 0 or 1, the same on all ranks.
-        ways: Lanes for sending, and for receiving from an only peer, the same on all ranks. With two, one lane's signals and
-            waits overlap the other's copies; several peers' lanes overlap each other's as it is.
+        grain: How finely to cut, see `chunks.in_turn`; the same on all ranks.
     """
     _validate(rank, rows, max_rows, bank)
     outgoing = [dispatch_messages(owner, rows, row_bytes, max_rows) for owner in range(len(rows))]
@@ -66,11 +61,11 @@ def plan_dispatch(
         Copy(Place(Memory("input", rank, s.payload), s.src), Place(Memory("output", rank, s.payload), s.dst), s.nbytes)
         for s in outgoing[rank][0].sections
     )
-    return _plan(rank, outgoing, local, staging, bank, ways)
+    return _plan(rank, outgoing, local, staging, bank, grain)
 
 
 def plan_combine(
-    rank: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int, staging: Staging, bank: int, ways: int = 1
+    rank: int, rows: Sequence[int], row_bytes: Sequence[int], max_rows: int, staging: Staging, bank: int, grain: int
 ) -> Schedule:
     """The schedule of one rank's combine; arguments as `plan_dispatch` has them.
 
@@ -79,12 +74,12 @@ def plan_combine(
     """
     _validate(rank, rows, max_rows, bank)
     outgoing = [combine_messages(owner, rows, row_bytes, max_rows) for owner in range(len(rows))]
-    return _plan(rank, outgoing, (), staging, bank, ways)
+    return _plan(rank, outgoing, (), staging, bank, grain)
 
 
-def most_lanes(num_ranks: int, ways: int) -> int:
-    """Lanes that a schedule has at most."""
-    return ways + (ways if num_ranks == 2 else min(num_ranks - 1, RECEIVE_LANES)) + 1
+def most_lanes(num_ranks: int) -> int:
+    """Lanes that a schedule has at most: one sends, one copies what stays here, the others receive."""
+    return 2 + min(num_ranks - 1, RECEIVE_LANES)
 
 
 def plan_combine_in_place(
@@ -115,23 +110,17 @@ def plan_combine_in_place(
 
 
 def _plan(
-    rank: int, outgoing: Sequence[Sequence[Message]], local: tuple[Copy, ...], staging: Staging, bank: int, ways: int
+    rank: int, outgoing: Sequence[Sequence[Message]], local: tuple[Copy, ...], staging: Staging, bank: int, grain: int
 ) -> Schedule:
-    chunks: dict[str, Iterable[_Part]] = {"send": _send(rank, len(outgoing), in_turn(outgoing[rank], staging, bank))}
+    lanes = [
+        _lane("send", list(_send(rank, len(outgoing), in_turn(outgoing[rank], staging, bank, grain)))),
+        Lane("local", local),  # after sending, while what is sent is in a CPU's cache
+    ]
     owners = peers_of(rank, len(outgoing))[::-1]
     for i in range(min(len(owners), RECEIVE_LANES)):
         some = owners[i::RECEIVE_LANES]
-        incoming = [part for owner in some for part in _receive(rank, owner, in_turn(outgoing[owner], staging, bank))]
-        chunks[f"receive from {' and '.join(map(str, some))}"] = sorted(incoming, key=lambda part: part.turn)
-    lanes = []
-    for name, parts in chunks.items():
-        count = ways if name == "send" or len(outgoing) == 2 else 1
-        by_way: list[list[_Part]] = [[] for _ in range(count)]
-        for part in parts:
-            # By slot, so that all that comes into a slot stays in one lane, in order: a flag does not say which chunk it means.
-            by_way[part.slot // len(outgoing[rank]) % count].append(part)
-        lanes += [_lane(f"{name}, way {way}" if count > 1 else name, lane) for way, lane in enumerate(by_way)]
-    lanes.insert(ways, Lane("local", local))  # after sending, while what is sent is in a CPU's cache
+        incoming = [part for owner in some for part in _receive(rank, owner, in_turn(outgoing[owner], staging, bank, grain))]
+        lanes.append(_lane(f"receive from {' and '.join(map(str, some))}", sorted(incoming, key=lambda part: part.turn)))
     return Schedule(rank, tuple(lane for lane in lanes if lane.steps))
 
 
@@ -155,7 +144,6 @@ def _send(rank: int, num_ranks: int, ring: Iterable[Chunk]) -> Iterator[_Part]:
     for turn, slot, at, message, pieces in ring:
         yield _Part(
             turn,
-            slot,
             [
                 # The credit: every reader's earlier copies out of this slot are done, whatever operation they belonged to.
                 Wait(tuple(Flag(rank, slot, peer) for peer in peers_of(rank, num_ranks)), 0),
@@ -181,7 +169,6 @@ def _receive(rank: int, owner: int, ring: Iterable[Chunk]) -> Iterator[_Part]:
         flag = (Flag(owner, slot, rank),)
         yield _Part(
             turn,
-            slot,
             [
                 Wait(flag, 1),  # the owner's chunk is in the slot
                 *(

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from thunderep.runtime import arena
-from thunderep.runtime.chunks import ALIGNMENT, MIN_SLOT_BYTES, Staging
+from thunderep.runtime.chunks import ALIGNMENT, GPU_GRAIN, MIN_SLOT_BYTES, Staging, chunk_count
 from thunderep.runtime.tuning import Thresholds
 from thunderep.runtime.window import Region
 
 MAX_DEFAULT_STAGING = 256 << 20
 """Bytes of staging that a rank takes at most when its user names no number."""
+
+_MIN_SLOT = 1 << 20
+"""Bytes of a GPU's slot at least, unless staging_bytes says otherwise: small calls are one chunk."""
 
 _MIN_WINDOW = 512 << 10
 """Bytes a rank with which small calls travel as words that carry their own signals; less if staging_bytes says so."""
@@ -54,7 +57,8 @@ class Shape(NamedTuple):
         """What lies where in the segment.
 
         For "auto" ring and window share the staging: the window gets what the largest call that kernels move takes in one
-        launch, and at most half where the staging does not hold all; the ring has the rest.
+        launch, and at most half where the staging does not hold all; the ring has the rest. What ids, weights and scales take
+        beside the rows that copy engines move comes on top.
 
         Args:
             transport: "shm", "dma", "direct" or "auto".
@@ -62,17 +66,19 @@ class Shape(NamedTuple):
             thresholds: Which calls kernels move in "auto".
         """
         if transport in ("shm", "dma"):
-            return self._layout(self._ring() if staging_bytes is None else staging_bytes, 0)
+            ring = self._ring(transport == "dma") if staging_bytes is None else staging_bytes
+            return self._layout(ring, self._routing().nbytes if transport == "dma" else 0)
         if transport == "direct":
             nbytes = MAX_DEFAULT_STAGING if staging_bytes is None else staging_bytes
             return self._layout(self._least_ring, min(self._window(self.max_tokens), self.num_ranks * nbytes))
         window = self._share(self._window(min(self.max_tokens, max(1, max(thresholds[:2]) // self.row_bytes))))
-        ring = self._ring()
+        routing = self._share(self._routing().nbytes)
+        ring = self._ring(True)
         nbytes = min(ring + window, MAX_DEFAULT_STAGING) if staging_bytes is None else staging_bytes
         if ring + window > nbytes:
             window = max(self._share(self._region(1)), min(window, nbytes // 2))
             ring = max(self._least_ring, nbytes - window)
-        return self._layout(ring, self.num_ranks * min(window, nbytes - ring))
+        return self._layout(ring, self.num_ranks * max(routing, min(window, nbytes - ring)))
 
     def _layout(self, ring: int, window: int) -> arena.Layout:
         return arena.Layout(self.num_ranks, Staging.of(self.num_ranks, ring), window)
@@ -82,6 +88,10 @@ class Shape(NamedTuple):
         scales = -(-self.hidden // 128)
         return Region.for_calls(self.num_ranks, tokens, self.row_bytes, self.topk, scales).nbytes
 
+    def _routing(self) -> Region:
+        """The window in which the ids, weights and scales of `max_tokens` tokens a rank are one launch."""
+        return Region.for_calls(self.num_ranks, self.max_tokens, 0, self.topk, -(-self.hidden // 128))
+
     def _window(self, tokens: int) -> int:
         return max(self._region(tokens), self.num_ranks * _MIN_WINDOW)
 
@@ -89,16 +99,22 @@ class Shape(NamedTuple):
         """A rank's share of a window, in bytes."""
         return -(-nbytes // self.num_ranks)
 
-    def _ring(self) -> int:
-        """Bytes of a ring of which either half holds a call of `max_tokens`, be it a dispatch or combine; at most 256 MiB."""
+    def _ring(self, gpu: bool) -> int:
+        """Bytes of a ring of which either half holds a call of `max_tokens`, be it a dispatch or combine; at most 256 MiB.
+
+        Copy engines like chunks to be few, so for a `gpu` slots are as large as the largest chunks.
+        """
         row = self.hidden * self.itemsize
         scales = -(-self.hidden // 128) * 4
         dispatch = self.max_tokens * (row + self.topk * 12 + scales) + 4 * ALIGNMENT
         combine = self.max_tokens * self.row_bytes + 2 * ALIGNMENT
         half = Staging.slots_for(self.num_ranks) // 2
         chunks_per_peer = half // max(1, self.num_ranks - 1)
-        slot = max(-(-dispatch // half), -(-combine // chunks_per_peer), MIN_SLOT_BYTES) + ALIGNMENT
-        return min(2 * half * slot, MAX_DEFAULT_STAGING)
+        if gpu:
+            half = min(half, chunk_count(dispatch, GPU_GRAIN))
+            chunks_per_peer = min(chunks_per_peer, chunk_count(combine, GPU_GRAIN))
+        slot = max(-(-dispatch // half), -(-combine // chunks_per_peer), _MIN_SLOT if gpu else MIN_SLOT_BYTES) + ALIGNMENT
+        return min(Staging.slots_for(self.num_ranks) * slot, MAX_DEFAULT_STAGING)
 
 
 def parts_of(layout: arena.Layout, rank: int) -> list[tuple[int, int]]:

@@ -71,7 +71,9 @@ Scratch = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 class Transport(Protocol):
     """Moves rows between the ranks of one Buffer. All ranks call the same methods in the same order."""
 
-    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[int]:
+    def dispatch(
+        self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> AbstractContextManager[Sequence[int]]:
         """Give every rank all rows of all ranks.
 
         Args:
@@ -81,7 +83,8 @@ class Transport(Protocol):
                 are left alone.
 
         Returns:
-            T of every rank.
+            A context with T of every rank, as far as the host knows. The outputs are there when it ends: on a GPU what is
+            issued within it runs beside the copies.
         """
         ...
 
@@ -101,6 +104,11 @@ class Transport(Protocol):
 
     def window(self, call: Call) -> Window | None:
         """Announce the call and return the window in which kernels do all of it; None if the methods above are to move it."""
+        ...
+
+    @property
+    def routing(self) -> Window | None:
+        """The window in which kernels exchange ids, weights and scales beside `dispatch`; None: they are payloads of it."""
         ...
 
     def stats(self) -> Stats:

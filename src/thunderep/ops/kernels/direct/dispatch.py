@@ -7,7 +7,7 @@ chunk of a peer and pull it.
 A chunk is ROWS rows, then their routing (ids and weights of K choices, S scales, 32 bits each), published once for all
 peers. The flag of a chunk tells each peer in its payload which rows its experts need, bit by bit, so that who waits
 reads nothing else before the rows; bit 31 (`_LAST`) says that no row follows in later chunks. Rows that no peer needs are
-not published.
+not published. Where rows have no bytes (W = 0) only routing travels, all of it, and bit 0 stands for a whole chunk.
 
 Two banks are used in turn. A writer overwrites bank b of operation i in operation i + 2. By then it has seen every
 peer's flag of operation i + 1, and a peer posts that only after its operation i, reads included, has ended: for this
@@ -42,7 +42,7 @@ def dispatch(
         region: The pinned region, as 64-bit words; `*_AT`, SLOT and ROW count in them.
         ticket: See `signal`.
         tokens: T.
-        x: [T, W] words of any width. The other tensors are as the contract has them.
+        x: [T, W] words of any width; W may be 0. The other tensors are as the contract has them.
         topk_idx: Ignored where K is 0; then `in_rank` is an input, and rows that are not received become zero.
         topk_weights: See `topk_idx`.
         x_scales: Ignored where S is 0.
@@ -65,7 +65,7 @@ def dispatch(
         S: Scales a row.
         W: Words in a row.
         ROW: 64-bit words from row to row in a slot.
-        ROWS: Rows in a chunk, at most 16.
+        ROWS: Rows in a chunk, at most 16 where rows have bytes.
         COLUMNS: Words of a row that a block moves at a time.
         KP: K or more, a power of two.
         SP: S or more, a power of two.
@@ -106,7 +106,7 @@ def dispatch(
             wanted = tl.zeros((ROWS,), tl.int32)
             for d in tl.static_range(1, N):
                 wanted |= needed_by((rank + d) % N, ids, in_rank, token, live, num_experts, N, K)
-            publish = wanted > 0
+            publish = wanted > 0 if W > 0 else chunk * ROWS + i < count
             for column in range(0, W, COLUMNS):
                 inside = publish[:, None] & (column + columns < W)[None, :]
                 tl.store(rows_out + i[:, None] * (ROW * UNITS) + (column + columns)[None, :], bits, mask=inside)
@@ -119,14 +119,16 @@ def dispatch(
                 tl.store(meta + K + k, weights.to(tl.int32, bitcast=True), mask=publish[:, None] & (k < K))
             if S > 0:
                 inside = publish[:, None] & (s < S)
-                scales = tl.load(x_scales + token[:, None] * S + s, mask=inside, other=0.0)
+                scales = tl.load(x_scales + token[:, None] * S + s, mask=inside & live[:, None], other=0.0)
                 tl.store(meta + 2 * K + s, scales.to(tl.int32, bitcast=True), mask=inside)
             release()  # the chunk is visible to whichever peer sees its flag
             last = tl.where(start + (chunk + 1) * ROWS >= tokens, _LAST, 0)
             for d in tl.static_range(1, N):
                 peer = (rank + d) % N
-                needed = needed_by(peer, ids, in_rank, token, live, num_experts, N, K)
-                post(flags + (rank * N + peer) * FLAGS + chunk, sequence, tl.sum(needed << i, axis=0) | last)
+                rows = 1 + block * 0
+                if W > 0:
+                    rows = tl.sum(needed_by(peer, ids, in_rank, token, live, num_experts, N, K) << i, axis=0)
+                post(flags + (rank * N + peer) * FLAGS + chunk, sequence, rows | last)
     elif block < writers + movers:
         for chunk in range(block - writers, chunks, movers):
             token = (start + chunk * ROWS + i).to(tl.int64)
@@ -167,8 +169,8 @@ def dispatch(
                 # The peer's chunk is in its slot, and the payload says which rows are for this rank.
                 mask = wait(flags + (peer * N + rank) * FLAGS + chunk, sequence, header)
             ended |= tl.where(mask < 0, 1 << peer, 0)
-            needed = ((mask >> i) & 1) > 0
             filled = chunk * ROWS + i < count
+            needed = ((mask >> i) & 1) > 0 if W > 0 else filled & ((mask & 1) > 0)
             stored = needed if K > 0 else filled
             row = (peer * max_tokens + start + chunk * ROWS + i).to(tl.int64)
             place = slots + peer * SLOT + chunk * CHUNK
