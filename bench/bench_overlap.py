@@ -55,11 +55,11 @@ class _Runs:
     def __init__(self, contender: Contender, size: int, products: int, dispatches: int, multiplies: bool) -> None:
         self._factor = torch.randn(size, size, device="cuda").bfloat16()
         self._products = products if multiplies else 0
-        self._beside = torch.cuda.Stream()
+        self._beside = torch.cuda.Stream(priority=-1)  # as NCCL and ThunderEP run what is asynchronous
         contender.dispatch()
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=self._beside):
             for _ in range(dispatches):
                 contender.dispatch()
 

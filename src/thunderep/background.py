@@ -99,7 +99,7 @@ class SideStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device, priority=-1)  # its few blocks need not wait until a large kernel has ended
         self._under_way: list[OnStream] = []
 
     def submit(self, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> OnStream:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,44 +13,65 @@ WARPS = 16
 BLOCK_WORDS = 4096
 """64-bit words that a block has in flight: 8 a thread, 32 KiB."""
 
-CHUNK = 64 << 10
-"""Bytes of rows behind a flag: few and large ones win, as a system-wide fence takes a microsecond or two."""
-
 
 class Shape(NamedTuple):
-    """Blocks of each kind.
+    """Blocks of each kind, for a rank with one peer, and what they move at a time.
 
     Attributes:
         limit: Bytes of rows of one rank up to which this shape is used.
-        writers: Blocks that publish; in a combine, for each peer.
+        writers: Blocks that publish.
+        readers: Blocks that pull, and in a combine sum.
         movers: Blocks of a dispatch that copy own rows.
-        readers: Blocks of a dispatch that pull, for each peer.
-        summers: Blocks of a combine that pull and sum.
+        chunk_bytes: Bytes of rows behind a flag. Few and large ones win, as a system-wide fence takes a microsecond or two,
+            as long as every block has some.
+        chunk_rows: Rows behind a flag at most.
     """
 
     limit: int
     writers: int
-    movers: int
     readers: int
-    summers: int
+    movers: int = 0
+    chunk_bytes: int = 64 << 10
+    chunk_rows: int = MAX_CHUNK_ROWS
 
 
-SHAPES = (
-    Shape(64 << 10, 1, 1, 1, 1),
-    Shape(256 << 10, 2, 2, 2, 2),
-    Shape(1 << 20, 4, 4, 4, 4),
-    Shape(2 << 20, 4, 4, 4, 8),
-    Shape(8 << 20, 8, 8, 8, 16),
-    Shape(1 << 62, 16, 8, 16, 32),
+_ANY = 1 << 62
+
+DISPATCH = (
+    Shape(64 << 10, 1, 1, 1),
+    Shape(256 << 10, 2, 2, 4),
+    Shape(1 << 20, 4, 4, 8),
+    Shape(8 << 20, 8, 8, 8),
+    Shape(_ANY, 16, 16, 8),
 )
-"""The best of a sweep with two processes on one H200, which share its link. More blocks than that get in each other's way."""
+"""By size. The best of sweeps on an H200 that played its peers itself. More blocks than that get in each other's way."""
 
+COMBINE = (
+    Shape(64 << 10, 1, 1),
+    Shape(8 << 20, 16, 16, chunk_bytes=32 << 10),
+    Shape(_ANY, 16, 32),
+)
+"""As `DISPATCH`."""
 
-ROUTING = Shape(1 << 62, 2, 2, 2, 0)
+ROUTING = (Shape(_ANY, 1, 1, 1, chunk_rows=128),)
 """For routing without rows, which has time: copy engines move the rows meanwhile, and the SMs have other work."""
 
-ROUTING_ROWS = 64
-"""Tokens in a chunk of routing without rows."""
+_MAX_SUMMERS = 32
+
+
+def readers_per_peer(shape: Shape, num_ranks: int) -> int:
+    """Blocks of a dispatch that pull from each peer: all share one link."""
+    return max(min(2, shape.readers), 2 * shape.readers // num_ranks)
+
+
+def writers_per_peer(shape: Shape, num_ranks: int) -> int:
+    """Blocks of a combine that publish for each peer."""
+    return max(min(4, shape.writers), 2 * shape.writers // num_ranks)
+
+
+def summers(shape: Shape, num_ranks: int) -> int:
+    """Blocks of a combine that pull and sum."""
+    return min(_MAX_SUMMERS, max(1, shape.readers * num_ranks // 2))
 
 
 class Round(NamedTuple):
@@ -62,12 +83,13 @@ class Round(NamedTuple):
     shape: Shape
 
 
-def rounds(max_rows: int, row_bytes: int, per_row: int, room: int) -> Iterator[Round]:
+def rounds(shapes: Sequence[Shape], max_rows: int, row_bytes: int, per_row: int, room: int) -> Iterator[Round]:
     """The launches of a call, the same on all ranks.
 
     Args:
+        shapes: `DISPATCH`, `COMBINE` or `ROUTING`.
         max_rows: M.
-        row_bytes: Bytes of a row; 0, only routing travels.
+        row_bytes: Bytes of a row.
         per_row: Bytes that a row and its routing take in a slot.
         room: Bytes of the slot, or of a peer's part of it.
 
@@ -79,10 +101,9 @@ def rounds(max_rows: int, row_bytes: int, per_row: int, room: int) -> Iterator[R
     start = 0
     while start < max_rows:
         left = max_rows - start
-        shape = next(s for s in SHAPES if left * row_bytes <= s.limit) if row_bytes else ROUTING
-        most = min(MAX_CHUNK_ROWS, max(1, CHUNK // row_bytes)) if row_bytes else ROUTING_ROWS
+        shape = next(s for s in shapes if left * row_bytes <= s.limit)
         rows = 1
-        while rows * 2 <= min(most, room // per_row):
+        while rows * 2 <= min(shape.chunk_rows, max(1, shape.chunk_bytes // max(1, row_bytes)), room // per_row):
             rows *= 2
         length = min(left, min(FLAGS, room // (rows * per_row)) * rows)
         yield Round(start, length, rows, shape)

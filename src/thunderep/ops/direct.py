@@ -174,11 +174,11 @@ class Kernels:
         word = cut.word(row_bytes).itemsize
         peers, words, row = self._num_ranks - 1, row_bytes // word, aligned(row_bytes, 16)
         launches: _Launches = ()
-        for start, length, rows, shape in cut.rounds(
-            max_rows, row_bytes, row + routing_words(topk, scales) * 4, self._region.slot * 8
-        ):
+        shapes, per_row = cut.DISPATCH if row_bytes else cut.ROUTING, row + routing_words(topk, scales) * 4
+        for start, length, rows, shape in cut.rounds(shapes, max_rows, row_bytes, per_row, self._region.slot * 8):
             chunks = -(-length // rows)
-            writers, readers = min(shape.writers, chunks * peers), min(shape.readers, chunks) * peers
+            writers = min(shape.writers, chunks * peers)
+            readers = min(cut.readers_per_peer(shape, self._num_ranks), chunks) * peers
             movers = min(shape.movers, chunks)
             constants = {
                 "N": self._num_ranks, "K": topk, "S": scales, "W": words, "ROW": row // 8, "ROWS": rows,
@@ -202,9 +202,10 @@ class Kernels:
         row, peers = aligned(row_bytes, 16), self._num_ranks - 1
         per_row = row + (aligned(topk * 4, 16) if with_weights else 0)
         launches: _Launches = ()
-        for start, length, rows, shape in cut.rounds(max_rows, row_bytes, per_row, self._region.share * 8):
+        for start, length, rows, shape in cut.rounds(cut.COMBINE, max_rows, row_bytes, per_row, self._region.share * 8):
             chunks = -(-length // rows)
-            writers, readers = min(shape.writers, chunks) * peers, min(shape.summers, chunks)
+            writers = min(cut.writers_per_peer(shape, self._num_ranks), chunks) * peers
+            readers = min(cut.summers(shape, self._num_ranks), chunks)
             constants = {
                 "RANK": self._rank, "N": self._num_ranks, "K": topk, "WEIGHTS": with_weights, "H": hidden,
                 "ROW": row // 8, "ROWS": rows, "COLUMNS": cut.columns(hidden, rows, dtype.itemsize),

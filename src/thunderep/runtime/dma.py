@@ -1,8 +1,9 @@
 """Moves rows by `dma`: executes schedules with copy engines and stream memory operations; no SM moves a byte.
 
-Each lane has a stream of its own, forked from the caller's and joined to it before the call returns, so results and
-inputs are safe in stream order as with any PyTorch operator, eager or captured. Lanes are issued in turns, since CUDA may
-have streams share a hardware queue.
+Each lane that sends or receives has a stream of its own, forked from the caller's and joined to it before the call returns,
+so results and inputs are safe in stream order as with any PyTorch operator, eager or captured. What stays on this GPU is
+copied on the caller's stream, last, so that it keeps nothing from starting. Lanes are issued in turns, since CUDA may have
+streams share a hardware queue.
 
 Flags are the planner's binary semaphores, which come back to 0 by themselves, so a captured operation may be replayed any
 number of times and in any order that all ranks share.
@@ -17,6 +18,7 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ import torch
 
 from thunderep.runtime import arena, cuda
 from thunderep.runtime.chunks import GPU_GRAIN
-from thunderep.runtime.plan import most_lanes, plan_combine, plan_dispatch
+from thunderep.runtime.plan import LOCAL, most_lanes, plan_combine, plan_dispatch
 from thunderep.runtime.schedule import Copy, Flag, Place, Schedule, Wait
 from thunderep.runtime.trace import phase
 
@@ -37,6 +39,7 @@ class _Program(NamedTuple):
 
     lanes: int
     instructions: list[tuple[int, _Instruction]]  # with its lane's number, in the order in which to issue them
+    local: list[_Copy]  # of what stays on this GPU: wait for nothing, and nothing for them
 
 
 class CopyEngines:
@@ -78,38 +81,38 @@ class CopyEngines:
 
         The current stream goes on after both.
         """
-        streams = self._issue(kind, max_rows, inputs, outputs)
+        row_bytes = tuple(t.numel() // len(t) * t.element_size() if len(t) else 0 for t in outputs)
+        program = self._program(kind, row_bytes, max_rows)
+        caller, streams = torch.cuda.current_stream(), self._streams[: program.lanes]
+        for stream in streams:
+            stream.wait_stream(caller)
+        self._issue(program.instructions, [stream.cuda_stream for stream in streams], inputs, outputs)
         try:
             yield
+            self._issue([(0, copy) for copy in program.local], [caller.cuda_stream], inputs, outputs)
         finally:
-            caller = torch.cuda.current_stream()
             for stream in streams:
                 caller.wait_stream(stream)
 
     @phase("copy_engines")
     def _issue(
-        self, kind: str, max_rows: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> list[torch.cuda.Stream]:
-        """Issue all lanes, after the current stream; their streams."""
-        row_bytes = tuple(t.numel() // len(t) * t.element_size() if len(t) else 0 for t in outputs)
-        program = self._program(kind, row_bytes, max_rows)
+        self,
+        instructions: Sequence[tuple[int, _Instruction]],
+        streams: Sequence[int],
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
         bases = (0, *(t.data_ptr() for t in inputs), *(t.data_ptr() for t in outputs))
         limits = (0, *(t.numel() * t.element_size() for t in inputs))
-        caller = torch.cuda.current_stream()
-        streams = self._streams[: program.lanes]
-        for stream in streams:
-            stream.wait_stream(caller)
-        handles = [stream.cuda_stream for stream in streams]
-        for lane, instruction in program.instructions:
+        for lane, instruction in instructions:
             if isinstance(instruction, cuda.Batch):
-                instruction.issue(handles[lane])
+                instruction.issue(streams[lane])
             else:
                 src, src_offset, dst, dst_offset, nbytes = instruction
                 if 0 < src < len(limits):
                     nbytes = min(nbytes, limits[src] - src_offset)
                 if nbytes > 0:
-                    cuda.copy(bases[dst] + dst_offset, bases[src] + src_offset, nbytes, handles[lane])
-        return streams
+                    cuda.copy(bases[dst] + dst_offset, bases[src] + src_offset, nbytes, streams[lane])
 
     def _make_program(self, kind: str, row_bytes: tuple[int, ...], max_rows: int) -> _Program:
         lanes, queues = most_lanes(self._layout.num_ranks), cuda.hardware_queues()
@@ -123,7 +126,11 @@ class CopyEngines:
         planner, bank = (plan_dispatch, 0) if kind == "dispatch" else (plan_combine, 1)
         rows = [max_rows] * self._layout.num_ranks
         schedule = planner(self._rank, rows, row_bytes, max_rows, self._layout.staging, bank, GPU_GRAIN)
-        return _Program(len(schedule.lanes), list(self._instructions(schedule, len(row_bytes))))
+        local = [lane for lane in schedule.lanes if lane.name == LOCAL]
+        flagged = replace(schedule, lanes=tuple(lane for lane in schedule.lanes if lane.name != LOCAL))
+        instructions = list(self._instructions(flagged, len(row_bytes)))
+        stays = [self._copy(step, len(row_bytes)) for lane in local for step in lane.steps if isinstance(step, Copy)]
+        return _Program(len(flagged.lanes), instructions, stays)
 
     def _instructions(self, schedule: Schedule, payloads: int) -> Iterator[tuple[int, _Instruction]]:
         """The steps with their lanes, in the order in which to issue them; flags that follow each other in one batch.
@@ -137,7 +144,7 @@ class CopyEngines:
             first, left[lane] = left[lane] == len(schedule.lanes[lane].steps), left[lane] - len(steps)
             copies = [step for step in steps if isinstance(step, Copy)]
             for copy in copies:
-                yield lane, (*self._locate(copy.src, payloads), *self._locate(copy.dst, payloads), copy.nbytes)
+                yield lane, self._copy(copy, payloads)
             if copies:
                 continue
             under_way = self._pinned + self._layout.control(self._rank, arena.CONTROL_LANES + 4 * lane)
@@ -149,8 +156,11 @@ class CopyEngines:
                     ]
             yield lane, cuda.Batch(flags if left[lane] else [*flags, (False, under_way, 0)])
 
+    def _copy(self, copy: Copy, payloads: int) -> _Copy:
+        return (*self._locate(copy.src, payloads), *self._locate(copy.dst, payloads), copy.nbytes)
+
     def _locate(self, place: Place, payloads: int) -> tuple[int, int]:
-        """The index of a base address, as `run` lists them, and the offset from it."""
+        """The index of a base address, as `_issue` lists them, and the offset from it."""
         if place.memory.kind == "staging":
             return 0, self._segment.address + self._layout.slots(place.memory.rank) + place.offset
         return 1 + place.memory.payload + (payloads if place.memory.kind == "output" else 0), place.offset

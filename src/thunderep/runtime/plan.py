@@ -35,6 +35,9 @@ from thunderep.runtime.schedule import Copy, Flag, Lane, Memory, Place, Schedule
 RECEIVE_LANES = 4
 """Lanes at most that receive from several peers, who then share them: more hide nothing more, and each takes a queue."""
 
+LOCAL = "local"
+"""Name of the lane that copies what stays with its rank: it has no flags."""
+
 
 class _Part(NamedTuple):
     turn: int
@@ -78,8 +81,8 @@ def plan_combine(
 
 
 def most_lanes(num_ranks: int) -> int:
-    """Lanes that a schedule has at most: one sends, one copies what stays here, the others receive."""
-    return 2 + min(num_ranks - 1, RECEIVE_LANES)
+    """Lanes with flags that a schedule has at most: one sends, the others receive."""
+    return 1 + min(num_ranks - 1, RECEIVE_LANES)
 
 
 def plan_combine_in_place(
@@ -114,7 +117,7 @@ def _plan(
 ) -> Schedule:
     lanes = [
         _lane("send", list(_send(rank, len(outgoing), in_turn(outgoing[rank], staging, bank, grain)))),
-        Lane("local", local),  # after sending, while what is sent is in a CPU's cache
+        Lane(LOCAL, local),  # after sending, while what is sent is in a CPU's cache
     ]
     owners = peers_of(rank, len(outgoing))[::-1]
     for i in range(min(len(owners), RECEIVE_LANES)):
