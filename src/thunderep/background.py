@@ -6,12 +6,34 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 _Result = TypeVar("_Result", covariant=True)
 _Tensors = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is left of an operation once data has been moved: kernels that would have to wait for SMs beside other work.
+
+    Attributes:
+        run: Makes the result; called once, by whoever waits.
+        reads: The tensors that it uses, or returns.
+    """
+
+    run: Callable[[], Any]
+    reads: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, *result: torch.Tensor) -> Rest:
+        """Nothing is left but to return these."""
+        return cls(lambda: result, result)
+
+
+Operation = Callable[..., Rest]
 
 
 class Started(Protocol[_Result]):
@@ -29,8 +51,11 @@ class Started(Protocol[_Result]):
 class Background(Protocol):
     """Runs a Buffer's started operations in their order."""
 
-    def submit(self, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> Started[Any]:
-        """Start `operation(*tensors)`, with the tensors as they are now, whatever the caller does with them next."""
+    def submit(self, operation: Operation, *tensors: torch.Tensor | None) -> Started[Any]:
+        """Start `operation(*tensors)`, with the tensors as they are now, whatever the caller does with them next.
+
+        What is left of it runs beside the caller too, but on a GPU when the caller waits, on the caller's stream.
+        """
         ...
 
     def join(self) -> None:
@@ -45,7 +70,7 @@ class Background(Protocol):
 class Inline:
     """Runs operations at once: nobody but the caller knows the order that a process group's ranks share."""
 
-    def submit(self, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> Future[Any]:
+    def submit(self, operation: Operation, *tensors: torch.Tensor | None) -> Future[Any]:
         """Run one."""
         future: Future[Any] = Future()
         _run(future, operation, tensors)
@@ -62,12 +87,12 @@ class Worker:
     """One thread that runs operations on the CPU. It never keeps a process alive."""
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], _Tensors] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Future[Any], Operation, _Tensors] | None] = queue.SimpleQueue()
         self._newest: Future[Any] | None = None
         self._thread = threading.Thread(target=self._serve, name=f"{name} async", daemon=True)
         self._thread.start()
 
-    def submit(self, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> Future[Any]:
+    def submit(self, operation: Operation, *tensors: torch.Tensor | None) -> Future[Any]:
         """Queue one, on copies."""
         future: Future[Any] = Future()
         self._newest = future
@@ -94,19 +119,23 @@ class SideStream:
     """A stream beside the caller's: copy engines, or the few blocks of a kernel, work while the caller computes.
 
     Memory is safe in stream order. What an operation reads are copies, kept until the caller's stream is behind it. What it
-    returns is allocated on the side stream, which begins every operation after all that the caller has issued, the
-    caller's last use of earlier results included.
+    moves them to is allocated on the side stream, which begins every operation after all that callers have issued, their last
+    use of earlier results included.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1)  # its few blocks need not wait until a large kernel has ended
+        self._stream = torch.cuda.Stream(device, priority=-1)  # blocks need not wait until a kernel of many has begun them all
+        self._caller: torch.cuda.Stream | None = None
         self._under_way: list[OnStream] = []
 
-    def submit(self, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> OnStream:
+    def submit(self, operation: Operation, *tensors: torch.Tensor | None) -> OnStream:
         """Issue one, on copies; it begins when the caller's stream gets here. Raises what issuing it raises."""
         kept = _copies(tensors)
         caller = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(caller)
+        if self._caller not in (None, caller) and not torch.cuda.is_current_stream_capturing():
+            self._stream.wait_stream(self._caller)
+        self._caller = caller
         with torch.cuda.stream(self._stream):
             started = OnStream(operation(*kept), kept, caller, self._stream, self._under_way)
         self._under_way.append(started)
@@ -127,24 +156,24 @@ class OnStream:
     """An operation that was issued to a side stream, the current one."""
 
     def __init__(
-        self, result: Any, kept: _Tensors, caller: torch.cuda.Stream, side: torch.cuda.Stream, under_way: list[OnStream]
+        self, rest: Rest, kept: _Tensors, caller: torch.cuda.Stream, side: torch.cuda.Stream, under_way: list[OnStream]
     ) -> None:
-        self._result, self._kept, self._caller, self._side, self._under_way = result, kept, caller, side, under_way
+        self._rest, self._kept, self._caller, self._side, self._under_way = rest, kept, caller, side, under_way
         self._captured = torch.cuda.is_current_stream_capturing()
         self._done = torch.cuda.Event()
         self._done.record()
 
     def result(self) -> Any:
-        """The result, of use to the current stream."""
+        """Have the current stream do what is left; the result, of use to it."""
         self.order()
         current = torch.cuda.current_stream(self._caller.device)
         if current != self._caller:
-            for tensor in self._result if isinstance(self._result, tuple) else (self._result,):
+            for tensor in self._rest.reads:
                 tensor.record_stream(current)
-        return self._result
+        return self._rest.run()
 
     def done(self) -> bool:
-        """Whether it has ended on the device."""
+        """Whether the data has been moved."""
         return bool(self._done.query())
 
     def order(self) -> None:
@@ -169,9 +198,9 @@ def _copies(tensors: _Tensors) -> _Tensors:
     return tuple([None if tensor is None else tensor.clone() for tensor in tensors])
 
 
-def _run(future: Future[Any], operation: Callable[..., Any], tensors: _Tensors) -> None:
+def _run(future: Future[Any], operation: Operation, tensors: _Tensors) -> None:
     try:
-        result = operation(*tensors)
+        result = operation(*tensors).run()
     except BaseException as error:
         future.set_exception(error)
     else:

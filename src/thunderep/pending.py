@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from thunderep.background import Background, Inline, SideStream, Started, Worker
+from thunderep.background import Background, Inline, Operation, SideStream, Started, Worker
 
 
 class Pending:
@@ -24,7 +23,7 @@ class Pending:
         self._background: Background | None = None  # a thread or a stream, once there is something to run
         self._started: dict[int, Started[Any]] = {}  # by their handle's address
 
-    def submit(self, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> Started[Any]:
+    def submit(self, operation: Operation, *tensors: torch.Tensor | None) -> Started[Any]:
         """Start `operation(*tensors)` beside the caller, after all that were started before, on the tensors as they are now."""
         if self._background is None:
             if self._device.type == "cuda":
@@ -33,7 +32,7 @@ class Pending:
                 self._background = Inline() if self._transport == "collective" else Worker(self._name)
         return self._background.submit(operation, *tensors)
 
-    def start(self, handle: torch.Tensor, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> None:
+    def start(self, handle: torch.Tensor, operation: Operation, *tensors: torch.Tensor | None) -> None:
         """As `submit`, for `finish` with the same handle."""
         self._started[handle.data_ptr()] = self.submit(operation, *tensors)
 

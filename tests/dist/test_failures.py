@@ -164,12 +164,13 @@ SCRIPT = """
 import sys, time
 import torch.distributed as dist
 from tests.dist import failures
+from thunderep.background import Rest
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
 failures.make()
 failures.once()
 if sys.argv[3] == "operation under way" and rank == 0:
-    failures._kept["buffer"].pending.submit(failures.once)  # rank 1 never comes
+    failures._kept["buffer"].pending.submit(lambda: Rest(failures.once, ()))  # rank 1 never comes
     time.sleep(0.2)
 if sys.argv[3] == "error" and rank == 0:
     raise ZeroDivisionError

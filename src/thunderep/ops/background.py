@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from thunderep.background import Operation, Rest
 from thunderep.buffer import lookup
 from thunderep.ops import combine, dispatch
 from thunderep.ops.library import HALVED, library
@@ -24,7 +25,7 @@ from thunderep.ops.library import HALVED, library
 _Received = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _start(buffer: str, operation: Callable[..., Any], *tensors: torch.Tensor | None) -> torch.Tensor:
+def _start(buffer: str, operation: Operation, *tensors: torch.Tensor | None) -> torch.Tensor:
     """Start `operation(*tensors)` and return its handle."""
     owner = lookup(buffer)
     handle = torch.zeros(1, dtype=torch.float32, device=owner.device)
@@ -44,25 +45,25 @@ def _dispatch_start(
 ) -> torch.Tensor:
     dispatch.checked(lookup(buffer), x, topk_idx, topk_weights, num_experts, max_tokens, x_scales)
 
-    def run(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor | None) -> _Received:
-        return dispatch.run(x, idx, weights, num_experts, buffer, max_tokens, scales)
+    def begin(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor | None) -> Rest:
+        return dispatch.begin(x, idx, weights, num_experts, buffer, max_tokens, scales)
 
-    return _start(buffer, run, x, topk_idx, topk_weights, x_scales)
+    return _start(buffer, begin, x, topk_idx, topk_weights, x_scales)
 
 
 def _combine_start(
     y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str, after: torch.Tensor | None = None
 ) -> torch.Tensor:
     combine.checked(lookup(buffer), y, recv_topk_idx, is_token_in_rank)
-    return _start_of(combine.run, 3)(y, recv_topk_idx, is_token_in_rank, buffer)
+    return _start_of(combine.begin, 3)(y, recv_topk_idx, is_token_in_rank, buffer)
 
 
-def _start_of(run: Callable[..., Any], tensors: int) -> Callable[..., torch.Tensor]:
+def _start_of(begin: Operation, tensors: int) -> Callable[..., torch.Tensor]:
     """What starts an operator that takes so many tensors, then the Buffer's name."""
 
     def start(*arguments: Any) -> torch.Tensor:
         buffer = arguments[tensors]
-        return _start(buffer, lambda *kept: run(*kept, buffer), *arguments[:tensors])
+        return _start(buffer, lambda *kept: begin(*kept, buffer), *arguments[:tensors])
 
     return start
 
@@ -165,8 +166,8 @@ def _combine_wait_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 _STARTS = {
     "dispatch": _dispatch_start,
     "combine": _combine_start,
-    "dispatch_backward": _start_of(dispatch.run_backward, 4),
-    "combine_backward": _start_of(combine.run_backward, 3),
+    "dispatch_backward": _start_of(dispatch.begin_backward, 4),
+    "combine_backward": _start_of(combine.begin_backward, 3),
 }
 for _name, _setup, _backward in (
     ("dispatch_start", _dispatch_start_context, _dispatch_start_backward),

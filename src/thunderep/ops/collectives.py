@@ -70,8 +70,8 @@ def _gather(owner: Buffer, kind: str, rows: torch.Tensor, sizes: Sequence[int]) 
         if direct is not None:
             return direct.spread(rows, _everywhere(owner, rows), max_rows)
         received = rows.new_empty(owner.num_ranks * max_rows, rows.shape[1])
-        with transport.dispatch(call, [rows.contiguous()], [received]):
-            pass
+        with transport.dispatch(call, [rows.contiguous()], [received]) as moved:
+            moved.own()
     return received
 
 
@@ -79,7 +79,7 @@ def _scatter(owner: Buffer, kind: str, rows: torch.Tensor, sizes: Sequence[int])
     """[T, C]: the sum of all ranks' rows for this rank, of [N * M, C] as `pad_rows` places them."""
     chosen = rows.new_zeros(len(rows), 1, dtype=torch.int32)  # an expert of this rank's, as far as a combine is concerned
     everywhere = _everywhere(owner, rows[: sizes[owner.rank]])
-    return rows_sum(owner, rows_call(owner, kind, [rows], everywhere, _checksum(sizes)), [rows], chosen, everywhere)[0]
+    return rows_sum(owner, rows_call(owner, kind, [rows], everywhere, _checksum(sizes)), [rows], chosen, everywhere).run()[0]  # type: ignore[no-any-return]
 
 
 def _everywhere(owner: Buffer, rows: torch.Tensor) -> torch.Tensor:

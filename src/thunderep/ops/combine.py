@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from thunderep.background import Rest
 from thunderep.buffer import Buffer, lookup
 from thunderep.ops.library import library
 from thunderep.ops.rows import kernels, metadata, remember, require, require_device, rows_call, rows_sum
@@ -63,9 +64,15 @@ def run(
     y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str, after: torch.Tensor | None = None
 ) -> torch.Tensor:
     """What the operator does."""
+    return begin(y, recv_topk_idx, is_token_in_rank, buffer).run()  # type: ignore[no-any-return]
+
+
+def begin(y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str) -> Rest:
+    """What of it moves data, and what is left."""
     owner = lookup(buffer)
     call = checked(owner, y, recv_topk_idx, is_token_in_rank)
-    return rows_sum(owner, call, [y], recv_topk_idx, is_token_in_rank)[0]
+    rest = rows_sum(owner, call, [y], recv_topk_idx, is_token_in_rank)
+    return Rest(lambda: rest.run()[0], rest.reads)
 
 
 @torch.library.register_fake("thunderep::combine", lib=library)
@@ -84,6 +91,11 @@ def run_backward(
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradient of y: every rank gets the gradient rows of the tokens that came to it, and zeros elsewhere."""
+    return begin_backward(grad, recv_topk_idx, is_token_in_rank, buffer).run()  # type: ignore[no-any-return]
+
+
+def begin_backward(grad: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str) -> Rest:
+    """What of it moves data, and what is left."""
     owner = lookup(buffer)
     require(grad.dim() == 2 and grad.shape[1] == owner.hidden, "grad", grad, f"[T, {owner.hidden}] (hidden)")
     tokens, received = grad.shape[0], recv_topk_idx.shape[0]
@@ -92,11 +104,17 @@ def run_backward(
     with owner.operation() as transport:
         direct = kernels(owner, transport, call)
         if direct is not None:
-            return direct.spread(grad, is_token_in_rank, max_rows)
-        grad_y = grad.new_empty(received, grad.shape[1])
-        with transport.dispatch(call, [grad.contiguous()], [grad_y]):
+            rows = direct.spread(grad, is_token_in_rank, max_rows)
+            return Rest(lambda: rows, (rows,))
+        grad, grad_y = grad.contiguous(), grad.new_empty(received, grad.shape[1])
+        with transport.dispatch(call, [grad], [grad_y]) as moved:
             pass
-    return grad_y.masked_fill_((recv_topk_idx < 0).all(dim=1, keepdim=True), 0.0)
+
+    def rest() -> torch.Tensor:
+        moved.own()
+        return grad_y.masked_fill_((recv_topk_idx < 0).all(dim=1, keepdim=True), 0.0)
+
+    return Rest(rest, (grad, grad_y, recv_topk_idx))
 
 
 @torch.library.register_fake("thunderep::combine_backward", lib=library)

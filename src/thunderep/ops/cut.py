@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from thunderep.runtime.window import FLAGS, MAX_CHUNK_ROWS
+from thunderep.runtime.window import FLAGS, MAX_CHUNK_ROWS, MAX_ROUTING_ROWS
 
 WARPS = 16
 BLOCK_WORDS = 4096
@@ -53,7 +53,7 @@ COMBINE = (
 )
 """As `DISPATCH`."""
 
-ROUTING = (Shape(_ANY, 1, 1, 1, chunk_rows=128),)
+ROUTING = (Shape(_ANY, 1, 1, 1, chunk_rows=MAX_ROUTING_ROWS),)
 """For routing without rows, which has time: copy engines move the rows meanwhile, and the SMs have other work."""
 
 _MAX_SUMMERS = 32

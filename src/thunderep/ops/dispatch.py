@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from thunderep.background import Rest
 from thunderep.buffer import Buffer, lookup
 from thunderep.ops.combine import SUM_DTYPES
 from thunderep.ops.library import library
 from thunderep.ops.rows import kernels, kernels_in, metadata, remember, require, require_device, rows_call, rows_sum
 from thunderep.runtime.trace import phase
-from thunderep.runtime.transport import DTYPES, KINDS, Call
+from thunderep.runtime.transport import DTYPES, KINDS, Call, Transport
 
 ROW_DTYPES = DTYPES[:7]
 IDX_DTYPES = (torch.int32, torch.int64)
@@ -94,33 +95,78 @@ def run(
     """What the operator does."""
     owner = lookup(buffer)
     call = checked(owner, x, topk_idx, topk_weights, num_experts, max_tokens, x_scales)
-    tokens, max_rows = call.tokens, call.max_tokens
-    if tokens and not x.is_cuda:
-        low, high = topk_idx.aminmax()
-        if low < -1 or high >= num_experts:
-            raise ValueError(f"topk_idx: got ids from {int(low)} to {int(high)}, expected -1 to {num_experts - 1}")
+    _check_ids(topk_idx, num_experts)
     with owner.operation() as transport:
         direct = kernels(owner, transport, call)
         if direct is not None:
-            return direct.dispatch(x, topk_idx, topk_weights, x_scales, max_rows)
+            return direct.dispatch(x, topk_idx, topk_weights, x_scales, call.max_tokens)
         if transport.routing is not None:
-            recv_x = x.new_empty(owner.num_ranks * max_rows, x.shape[1])
-            with transport.dispatch(call, [x.contiguous()], [recv_x]):
+            recv_x = x.new_empty(owner.num_ranks * call.max_tokens, x.shape[1])
+            with transport.dispatch(call, [x.contiguous()], [recv_x]) as moved:
                 routing = kernels_in(owner, transport.routing)
-                return recv_x, *routing.exchange_routing(topk_idx, topk_weights, x_scales, max_rows)
-        inputs = [x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()]
-        if x_scales is not None:
-            inputs.append(x_scales.contiguous())
-        outputs = [t.new_empty(owner.num_ranks * max_rows, t.shape[1]) for t in inputs]
-        if x.is_cuda and tokens < max_rows:  # no rank's host learns how many tokens the others have
-            inputs[1] = topk_idx.new_full((max_rows, owner.topk), -1)
-            inputs[1][:tokens] = topk_idx
-        with transport.dispatch(call, inputs, outputs) as rows:
-            pass
-    recv_x, recv_idx, recv_weights = outputs[:3]
-    recv_scales = outputs[3] if x_scales is not None else recv_weights.new_empty(recv_x.shape[0], 0)
-    in_rank = _localize(owner, recv_idx, recv_weights, rows, inputs[1][:tokens])
-    return recv_x, recv_idx, recv_weights, recv_scales, in_rank
+                received = routing.exchange_routing(topk_idx, topk_weights, x_scales, call.max_tokens)
+                moved.own()
+            return recv_x, *received
+        return _move(owner, transport, call, x, topk_idx, topk_weights, x_scales).run()  # type: ignore[no-any-return]
+
+
+def begin(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    num_experts: int,
+    buffer: str,
+    max_tokens: int,
+    x_scales: torch.Tensor | None,
+) -> Rest:
+    """What of it moves data, and what is left; where copy engines move rows they move all, and SMs nothing."""
+    owner = lookup(buffer)
+    call = checked(owner, x, topk_idx, topk_weights, num_experts, max_tokens, x_scales)
+    _check_ids(topk_idx, num_experts)
+    with owner.operation() as transport:
+        direct = kernels(owner, transport, call)
+        if direct is not None:
+            return Rest.of(*direct.dispatch(x, topk_idx, topk_weights, x_scales, call.max_tokens))
+        return _move(owner, transport, call, x, topk_idx, topk_weights, x_scales)
+
+
+def _check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
+    """Raise for ids that no expert has, where the host sees them."""
+    if len(topk_idx) and not topk_idx.is_cuda:
+        low, high = topk_idx.aminmax()
+        if low < -1 or high >= num_experts:
+            raise ValueError(f"topk_idx: got ids from {int(low)} to {int(high)}, expected -1 to {num_experts - 1}")
+
+
+def _move(
+    owner: Buffer,
+    transport: Transport,
+    call: Call,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    x_scales: torch.Tensor | None,
+) -> Rest:
+    """Move rows and routing alike; what is left makes ids local."""
+    tokens, max_rows = call.tokens, call.max_tokens
+    inputs = [x.contiguous(), topk_idx.contiguous(), topk_weights.contiguous()]
+    if x_scales is not None:
+        inputs.append(x_scales.contiguous())
+    outputs = [t.new_empty(owner.num_ranks * max_rows, t.shape[1]) for t in inputs]
+    if x.is_cuda and tokens < max_rows:  # no rank's host learns how many tokens the others have
+        inputs[1] = topk_idx.new_full((max_rows, owner.topk), -1)
+        inputs[1][:tokens] = topk_idx
+    with transport.dispatch(call, inputs, outputs) as moved:
+        pass
+
+    def rest() -> _Outputs:
+        moved.own()
+        recv_x, recv_idx, recv_weights = outputs[:3]
+        recv_scales = outputs[3] if x_scales is not None else recv_weights.new_empty(recv_x.shape[0], 0)
+        in_rank = _localize(owner, recv_idx, recv_weights, moved.rows, inputs[1][:tokens])
+        return recv_x, recv_idx, recv_weights, recv_scales, in_rank
+
+    return Rest(rest, (*inputs, *outputs))
 
 
 @phase("localize")
@@ -195,12 +241,29 @@ def run_backward(
 
     Rows without columns, as `rows_gradient` gives them, do not travel.
     """
+    rest = begin_backward(grad_recv_x, grad_recv_topk_weights, recv_topk_idx, is_token_in_rank, buffer)
+    return rest.run()  # type: ignore[no-any-return]
+
+
+def begin_backward(
+    grad_recv_x: torch.Tensor,
+    grad_recv_topk_weights: torch.Tensor,
+    recv_topk_idx: torch.Tensor,
+    is_token_in_rank: torch.Tensor,
+    buffer: str,
+) -> Rest:
+    """What of it moves data, and what is left."""
     owner = lookup(buffer)
     weights = grad_recv_topk_weights.masked_fill(recv_topk_idx < 0, 0.0)
     payloads = [grad_recv_x, weights] if grad_recv_x.shape[1] else [weights]
     call = rows_call(owner, "dispatch_backward", payloads, is_token_in_rank)
-    *grad_x, grad_weights = rows_sum(owner, call, payloads, recv_topk_idx, is_token_in_rank)
-    return grad_x[0] if grad_x else grad_recv_x.new_empty(is_token_in_rank.shape[0], 0), grad_weights
+    rest = rows_sum(owner, call, payloads, recv_topk_idx, is_token_in_rank)
+
+    def both() -> tuple[torch.Tensor, torch.Tensor]:
+        *grad_x, grad_weights = rest.run()
+        return grad_x[0] if grad_x else grad_recv_x.new_empty(is_token_in_rank.shape[0], 0), grad_weights
+
+    return Rest(both, rest.reads)
 
 
 @torch.library.register_fake("thunderep::dispatch_backward", lib=library)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from thunderep.background import Rest
 from thunderep.buffer import Buffer
 from thunderep.runtime.trace import phase
 from thunderep.runtime.transport import DTYPES, KINDS, ByRank, Call, Transport
@@ -77,7 +79,7 @@ def rows_call(
 
 def rows_sum(
     owner: Buffer, call: Call, payloads: Sequence[torch.Tensor], recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor
-) -> list[torch.Tensor]:
+) -> Rest:
     """Return rows to the ranks whose tokens they are and sum them: float32, rank order, rounded once.
 
     Args:
@@ -88,20 +90,23 @@ def rows_sum(
         is_token_in_rank: [T, N] bool; rows of ranks that a token did not go to are not read.
 
     Returns:
-        For each payload [T, ...] of its type.
+        What then gives for each payload [T, ...] of its type.
     """
     with owner.operation() as transport:
         direct = kernels(owner, transport, call)
         if direct is not None:
-            return direct.combine(payloads, recv_topk_idx, is_token_in_rank)
+            return Rest.of(*direct.combine(payloads, recv_topk_idx, is_token_in_rank))
         payloads = [payload.contiguous() for payload in payloads]
+        own = [payload.unflatten(0, (owner.num_ranks, call.max_tokens))[owner.rank] for payload in payloads]
+
+        def sums(received: Sequence[ByRank]) -> tuple[torch.Tensor, ...]:
+            both = zip(own, received, strict=True)
+            return tuple([sum_by_rank(mine, by_rank, is_token_in_rank, owner.rank) for mine, by_rank in both])
+
         with transport.combine(call, payloads, owner.workspace.like) as received:
-            return [
-                sum_by_rank(
-                    payload.unflatten(0, (owner.num_ranks, call.max_tokens))[owner.rank], by_rank, is_token_in_rank, owner.rank
-                )
-                for payload, by_rank in zip(payloads, received, strict=True)
-            ]
+            if not is_token_in_rank.is_cuda:  # they may lie where the peers put them
+                return Rest.of(*sums(received))
+        return Rest(lambda: sums(received), (*own, is_token_in_rank, *itertools.chain(*received)))
 
 
 @phase("sum")

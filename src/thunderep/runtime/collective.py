@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from thunderep.runtime.trace import phase
 from thunderep.runtime.traffic import Stats, Traffic
-from thunderep.runtime.transport import ByRank, Call, Scratch, agree
+from thunderep.runtime.transport import ByRank, Call, Moved, Scratch, agree
 from thunderep.runtime.watchdog import PeerError, Watchdog
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -37,7 +37,7 @@ class CollectiveTransport:
         self._broken: PeerError | None = None
 
     @contextlib.contextmanager
-    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Iterator[Sequence[int]]:
+    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Iterator[Moved]:
         """Give every rank all rows of all ranks."""
         rows = self._announce(call, outputs[0].device)
         max_rows = outputs[0].shape[0] // self._num_ranks
@@ -47,7 +47,7 @@ class CollectiveTransport:
             padded = sent.new_empty(max_rows, *sent.shape[1:])
             padded[: len(sent)] = sent
             self._run(lambda o=received, i=padded: _all_gather(_bytes(o), _bytes(i), group=self._group))
-        yield rows
+        yield Moved(rows, lambda: None)
 
     @contextlib.contextmanager
     def combine(self, call: Call, inputs: Sequence[torch.Tensor], scratch: Scratch) -> Iterator[list[ByRank]]:

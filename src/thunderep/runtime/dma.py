@@ -2,8 +2,8 @@
 
 Each lane that sends or receives has a stream of its own, forked from the caller's and joined to it before the call returns,
 so results and inputs are safe in stream order as with any PyTorch operator, eager or captured. What stays on this GPU is
-copied on the caller's stream, last, so that it keeps nothing from starting. Lanes are issued in turns, since CUDA may have
-streams share a hardware queue.
+copied on the caller's stream when the caller says so: SMs do that, which need not be free at once. Lanes are issued in
+turns, since CUDA may have streams share a hardware queue.
 
 Flags are the planner's binary semaphores, which come back to 0 by themselves, so a captured operation may be replayed any
 number of times and in any order that all ranks share.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -38,8 +38,8 @@ class _Program(NamedTuple):
     """A schedule ready to be issued."""
 
     lanes: int
-    instructions: list[tuple[int, _Instruction]]  # with its lane's number, in the order in which to issue them
-    local: list[_Copy]  # of what stays on this GPU: wait for nothing, and nothing for them
+    instructions: Sequence[tuple[int, _Instruction]]  # with its lane's number, in the order in which to issue them
+    local: Sequence[tuple[int, _Instruction]]  # copies of what stays on this GPU: wait for nothing, and nothing for them
 
 
 class CopyEngines:
@@ -55,6 +55,7 @@ class CopyEngines:
 
     def __init__(self, segment: arena.Segment, pinned: int, layout: arena.Layout, rank: int, device: torch.device) -> None:
         self._segment, self._pinned, self._layout, self._rank = segment, pinned, layout, rank
+        self._device = device
         self._streams = [torch.cuda.Stream(device) for _ in range(most_lanes(layout.num_ranks))]
         self._program = lru_cache(maxsize=256)(self._make_program)
 
@@ -76,10 +77,10 @@ class CopyEngines:
     @contextlib.contextmanager
     def moving(
         self, kind: str, max_rows: int, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> Iterator[None]:
+    ) -> Iterator[Callable[[], None]]:
         """Issue a "dispatch" or a "combine", with M rows a rank; what is issued within the context runs beside it.
 
-        The current stream goes on after both.
+        The current stream goes on after both. The context's value copies what stays here, on the stream that is current then.
         """
         row_bytes = tuple(t.numel() // len(t) * t.element_size() if len(t) else 0 for t in outputs)
         program = self._program(kind, row_bytes, max_rows)
@@ -88,8 +89,7 @@ class CopyEngines:
             stream.wait_stream(caller)
         self._issue(program.instructions, [stream.cuda_stream for stream in streams], inputs, outputs)
         try:
-            yield
-            self._issue([(0, copy) for copy in program.local], [caller.cuda_stream], inputs, outputs)
+            yield lambda: self._issue(program.local, [torch.cuda.current_stream(self._device).cuda_stream], inputs, outputs)
         finally:
             for stream in streams:
                 caller.wait_stream(stream)
@@ -129,7 +129,7 @@ class CopyEngines:
         local = [lane for lane in schedule.lanes if lane.name == LOCAL]
         flagged = replace(schedule, lanes=tuple(lane for lane in schedule.lanes if lane.name != LOCAL))
         instructions = list(self._instructions(flagged, len(row_bytes)))
-        stays = [self._copy(step, len(row_bytes)) for lane in local for step in lane.steps if isinstance(step, Copy)]
+        stays = [(0, self._copy(step, len(row_bytes))) for lane in local for step in lane.steps if isinstance(step, Copy)]
         return _Program(len(flagged.lanes), instructions, stays)
 
     def _instructions(self, schedule: Schedule, payloads: int) -> Iterator[tuple[int, _Instruction]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -20,7 +20,7 @@ from thunderep.runtime.dma import CopyEngines
 from thunderep.runtime.release import Releaser
 from thunderep.runtime.rendezvous import Rendezvous, require_able
 from thunderep.runtime.traffic import Stats, Traffic
-from thunderep.runtime.transport import DTYPES, OUTWARD, ByRank, Call, Scratch
+from thunderep.runtime.transport import DTYPES, OUTWARD, ByRank, Call, Moved, Scratch
 from thunderep.runtime.tuning import KERNELS_ONLY, Thresholds
 from thunderep.runtime.window import Region, Window
 
@@ -126,10 +126,10 @@ class GpuTransport:
         return self._window
 
     @contextlib.contextmanager
-    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Iterator[Sequence[int]]:
+    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Iterator[Moved]:
         """Give every rank all rows of all ranks; how many they are the host does not learn."""
-        with self._moving("dispatch", call, inputs, outputs):
-            yield [call.max_tokens] * self._num_ranks
+        with self._moving("dispatch", call, inputs, outputs) as own:
+            yield Moved([call.max_tokens] * self._num_ranks, own)
 
     @contextlib.contextmanager
     def combine(self, call: Call, inputs: Sequence[torch.Tensor], scratch: Scratch) -> Iterator[list[ByRank]]:
@@ -140,11 +140,13 @@ class GpuTransport:
         yield [output.unflatten(0, (self._num_ranks, call.max_tokens)) for output in outputs]
 
     @contextlib.contextmanager
-    def _moving(self, kind: str, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    def _moving(
+        self, kind: str, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> Iterator[Callable[[], None]]:
         self._begin(call)
         try:
-            with self._engines.moving(kind, call.max_tokens, inputs, outputs):
-                yield
+            with self._engines.moving(kind, call.max_tokens, inputs, outputs) as own:
+                yield own
         except BaseException as error:
             if not torch.cuda.is_current_stream_capturing():  # then nothing was issued, whatever the capture holds
                 self._control.give_up(error)

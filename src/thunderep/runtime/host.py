@@ -24,7 +24,7 @@ from thunderep.runtime.plan import plan_combine, plan_combine_in_place, plan_dis
 from thunderep.runtime.schedule import Copy, Flag, Place, Schedule, Signal, Step
 from thunderep.runtime.trace import phase
 from thunderep.runtime.traffic import Stats, Traffic
-from thunderep.runtime.transport import ByRank, Call, Scratch
+from thunderep.runtime.transport import ByRank, Call, Moved, Scratch
 
 
 class _CopyOf:
@@ -87,13 +87,13 @@ class HostTransport:
         self._program = lru_cache(maxsize=256)(self._make_program)
 
     @contextlib.contextmanager
-    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Iterator[Sequence[int]]:
+    def dispatch(self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> Iterator[Moved]:
         """Give every rank all rows of all ranks."""
         with self._lock:
             rows = self._announce(call)
             program = self._program(self._key("dispatch", call, rows, outputs))
             self._execute("dispatch", program.lanes, inputs, outputs)
-        yield rows
+        yield Moved(rows, lambda: None)
 
     @contextlib.contextmanager
     def combine(self, call: Call, inputs: Sequence[torch.Tensor], scratch: Scratch) -> Iterator[list[ByRank]]:

@@ -12,8 +12,8 @@ from thunderep.runtime.window import Region
 MAX_DEFAULT_STAGING = 256 << 20
 """Bytes of staging that a rank takes at most when its user names no number."""
 
-_MIN_SLOT = 1 << 20
-"""Bytes of a GPU's slot at least, unless staging_bytes says otherwise: small calls are one chunk."""
+_ROUTING_TOKENS = 8192
+"""Tokens a rank whose routing is one launch, where copy engines move the rows."""
 
 _MIN_WINDOW = 512 << 10
 """Bytes a rank with which small calls travel as words that carry their own signals; less if staging_bytes says so."""
@@ -89,8 +89,8 @@ class Shape(NamedTuple):
         return Region.for_calls(self.num_ranks, tokens, self.row_bytes, self.topk, scales).nbytes
 
     def _routing(self) -> Region:
-        """The window in which the ids, weights and scales of `max_tokens` tokens a rank are one launch."""
-        return Region.for_calls(self.num_ranks, self.max_tokens, 0, self.topk, -(-self.hidden // 128))
+        """The window in which ids, weights and scales of `max_tokens` tokens a rank are one launch, or a few if they are many."""
+        return Region.for_routing(self.num_ranks, min(self.max_tokens, _ROUTING_TOKENS), self.topk, -(-self.hidden // 128))
 
     def _window(self, tokens: int) -> int:
         return max(self._region(tokens), self.num_ranks * _MIN_WINDOW)
@@ -113,7 +113,7 @@ class Shape(NamedTuple):
         if gpu:
             half = min(half, chunk_count(dispatch, GPU_GRAIN))
             chunks_per_peer = min(chunks_per_peer, chunk_count(combine, GPU_GRAIN))
-        slot = max(-(-dispatch // half), -(-combine // chunks_per_peer), _MIN_SLOT if gpu else MIN_SLOT_BYTES) + ALIGNMENT
+        slot = max(-(-dispatch // half), -(-combine // chunks_per_peer), MIN_SLOT_BYTES) + ALIGNMENT
         return min(Staging.slots_for(self.num_ranks) * slot, MAX_DEFAULT_STAGING)
 
 

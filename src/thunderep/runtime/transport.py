@@ -68,12 +68,24 @@ Scratch = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 """Memory for tensors like the given ones, until the operation ends."""
 
 
+class Moved(NamedTuple):
+    """What `dispatch` tells of its rows.
+
+    Attributes:
+        rows: T of every rank, as far as the host knows.
+        own: Copies this rank's own rows where that is still to be done: on a GPU, in order on the current stream.
+    """
+
+    rows: Sequence[int]
+    own: Callable[[], None]
+
+
 class Transport(Protocol):
     """Moves rows between the ranks of one Buffer. All ranks call the same methods in the same order."""
 
     def dispatch(
         self, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> AbstractContextManager[Sequence[int]]:
+    ) -> AbstractContextManager[Moved]:
         """Give every rank all rows of all ranks.
 
         Args:
@@ -83,8 +95,8 @@ class Transport(Protocol):
                 are left alone.
 
         Returns:
-            A context with T of every rank, as far as the host knows. The outputs are there when it ends: on a GPU what is
-            issued within it runs beside the copies.
+            A context at whose end the outputs are there, but for this rank's own rows; on a GPU what is issued within it runs
+            beside the copies.
         """
         ...
 

@@ -38,6 +38,10 @@ MAX_RANKS = 31
 """Ranks are bits of a signed word in the kernels."""
 
 MAX_CHUNK_ROWS = 16
+"""Rows behind a flag at most: it says bit by bit which of them are needed."""
+
+MAX_ROUTING_ROWS = 128
+"""The same where rows have no bytes: then routing travels of all."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,16 @@ class Region:
         rows = aligned(max_tokens, MAX_CHUNK_ROWS)
         dispatch = rows * (aligned(row_bytes, 16) + routing_words(topk, scales) * 4)
         combine = max(1, num_ranks - 1) * (rows * (aligned(row_bytes, 16) + aligned(topk * 4, 16)) + 256)
-        slot = aligned(max(dispatch, combine), 256) + 256
+        return cls._for_slots(num_ranks, max(dispatch, combine))
+
+    @classmethod
+    def for_routing(cls, num_ranks: int, max_tokens: int, topk: int, scales: int) -> Region:
+        """As `for_calls`, of dispatches without rows alone."""
+        return cls._for_slots(num_ranks, aligned(max_tokens, MAX_ROUTING_ROWS) * routing_words(topk, scales) * 4)
+
+    @classmethod
+    def _for_slots(cls, num_ranks: int, nbytes: int) -> Region:
+        slot = aligned(nbytes, 256) + 256
         words = min(LATENCY_BYTES, aligned(slot // 3, HEADERS_BYTES))
         return cls(num_ranks, cls(num_ranks, 0).words_at * 8 + 2 * num_ranks * (slot + words))
 
