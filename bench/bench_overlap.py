@@ -2,15 +2,14 @@
 
     python -m bench.bench_overlap --tokens 4096 --size 8192
 
-Products on one stream, dispatches replayed as a CUDA graph on another, over each transport and, where every rank has a GPU of
-its own, over NCCL. Needs GPUs; with one, two ranks share it (`THUNDEREP_SHARE_GPU=1`): then only rank 0 multiplies, and what
-both ranks move loads its GPU.
+Before each product some dispatches are started with async_op=True, after it they are waited for, as a layer does; over each
+transport, and over NCCL. Needs GPUs; one alone plays two ranks (see `bench.loopback`), and there is no NCCL beside it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import statistics
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -22,10 +21,10 @@ from rich.console import Console
 from rich.table import Table
 
 import thunderep
+from bench import loopback
 from bench.contenders import SHAPES, Inputs, Ours, Theirs
-from bench.measure import Contender
+from bench.measure import StreamClock
 from bench.report import machine_facts
-from thunderep.runtime.gpu import SHARE
 from thunderep.testing.processes import Ranks
 
 
@@ -35,7 +34,6 @@ class Overlap(NamedTuple):
     products: float
     communication: float
     products_beside: float
-    communication_beside: float
     both: float
 
     @property
@@ -52,46 +50,36 @@ class Overlap(NamedTuple):
 class _Runs:
     """Products and communication of one rank."""
 
-    def __init__(self, contender: Contender, size: int, products: int, dispatches: int, multiplies: bool) -> None:
+    def __init__(self, contender: Ours | Theirs, size: int, products: int, dispatches: int) -> None:
+        self._contender, self._products, self._dispatches = contender, products, dispatches
         self._factor = torch.randn(size, size, device="cuda").bfloat16()
-        self._products = products if multiplies else 0
-        self._beside = torch.cuda.Stream(priority=-1)  # as NCCL and ThunderEP run what is asynchronous
-        contender.dispatch()
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=self._beside):
-            for _ in range(dispatches):
-                contender.dispatch()
 
-    def sample(self, products: bool, communication: bool) -> tuple[float, float, float]:
-        """Milliseconds until the products are done, communication is, and both are."""
+    def sample(self, multiply: bool, communicate: bool) -> tuple[float, float]:
+        """Milliseconds that the products took, and all of it."""
         torch.cuda.synchronize()
         dist.barrier()
-        start, computed, moved = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        start.record()
-        self._beside.wait_event(start)
-        if communication:
-            with torch.cuda.stream(self._beside):
-                self._graph.replay()
-        moved.record(self._beside)
-        if products:
-            for _ in range(self._products):
+        clock = StreamClock()
+        for _ in range(self._products):
+            started = [self._contender.start_dispatch() for _ in range(self._dispatches if communicate else 0)]
+            clock.mark()
+            if multiply:
                 self._factor @ self._factor
-        computed.record()
-        torch.cuda.synchronize()
-        ends = start.elapsed_time(computed), start.elapsed_time(moved)
-        return (*ends, max(ends))
+            clock.mark()
+            for wait in started:
+                wait()
+        clock.mark()
+        laps = [1e3 * lap for lap in clock.laps()]
+        return sum(laps[0::2]), sum(laps)
 
 
 def measure(transport: str, name: str, tokens: int, size: int, products: int, dispatches: int, repeats: int) -> Overlap:
-    """In every rank; rank 0's figures are meant where ranks share a GPU."""
+    """In every rank."""
     shape, rank = SHAPES[name], dist.get_rank()
     device = torch.device("cuda", torch.cuda.current_device())
     inputs = Inputs.random(shape, tokens, rank, device)
-    multiplies = rank == 0 or os.environ.get(SHARE) != "1"
     y = torch.empty(0, device=device)
     if transport == "nccl":
-        return _measure(Theirs("nccl", inputs, y), size, products, dispatches, repeats, multiplies)
+        return _measure(Theirs("nccl", inputs, y), size, products, dispatches, repeats)
     with thunderep.Buffer(
         num_experts=shape.num_experts,
         hidden=shape.hidden,
@@ -100,11 +88,11 @@ def measure(transport: str, name: str, tokens: int, size: int, products: int, di
         device=device,
         transport=transport,  # type: ignore[arg-type]
     ) as buffer:
-        return _measure(Ours(transport, inputs, y, shape, buffer), size, products, dispatches, repeats, multiplies)
+        return _measure(Ours(transport, inputs, y, shape, buffer), size, products, dispatches, repeats)
 
 
-def _measure(contender: Contender, size: int, products: int, dispatches: int, repeats: int, multiplies: bool) -> Overlap:
-    runs = _Runs(contender, size, products, dispatches, multiplies)
+def _measure(contender: Ours | Theirs, size: int, products: int, dispatches: int, repeats: int) -> Overlap:
+    runs = _Runs(contender, size, products, dispatches)
     for _ in range(3):
         runs.sample(True, True)
     alone, moved, both = [], [], []
@@ -113,7 +101,8 @@ def _measure(contender: Contender, size: int, products: int, dispatches: int, re
         moved.append(runs.sample(False, True))
         both.append(runs.sample(True, True))
     middle = statistics.median
-    return Overlap(middle(s[0] for s in alone), middle(s[1] for s in moved), *(middle(s[i] for s in both) for i in range(3)))
+    products_alone, all_moved = middle(s[0] for s in alone), middle(s[1] for s in moved)
+    return Overlap(products_alone, all_moved, middle(s[0] for s in both), middle(s[1] for s in both))
 
 
 def main(
@@ -121,7 +110,7 @@ def main(
     tokens: Annotated[int, typer.Option(min=1, help="Per rank.")] = 4096,
     size: Annotated[int, typer.Option(min=16, help="Of the square bf16 matrices.")] = 8192,
     products: Annotated[int, typer.Option(min=1)] = 20,
-    dispatches: Annotated[int, typer.Option(min=1)] = 40,
+    dispatches: Annotated[int, typer.Option(min=1, help="Beside each product.")] = 2,
     repeats: Annotated[int, typer.Option(min=2, help="Samples of each.")] = 7,
     out: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("bench/results"),
 ) -> None:
@@ -131,23 +120,24 @@ def main(
     if not torch.cuda.is_available():
         raise typer.BadParameter("needs a GPU: on a CPU there is nothing beside which to compute")
     gpus = torch.cuda.device_count()
-    shared = gpus == 1
-    table = Table("over", "products slowed by", "communication slowed by", "all done / longer alone", "products", "dispatches")
+    table = Table("over", "products slowed by", "all done / longer alone", "products", "dispatches")
     found = {}
-    with Ranks(2, environment={SHARE: "1"}) if shared else Ranks(gpus, "nccl") as ranks:
-        for transport in ("dma", "direct") if shared else ("dma", "direct", "nccl"):
-            overlap = ranks.run(measure, transport, shape, tokens, size, products, dispatches, repeats, timeout=300)[0]
+    if gpus == 1:
+        loopback.play(2)
+    with contextlib.nullcontext() if gpus == 1 else Ranks(gpus, "nccl") as ranks:
+        for transport in ("dma", "direct") if ranks is None else ("dma", "direct", "nccl"):
+            arguments = transport, shape, tokens, size, products, dispatches, repeats
+            overlap: Overlap = measure(*arguments) if ranks is None else ranks.run(measure, *arguments, timeout=300)[0]
             found[transport] = overlap._asdict() | {"slowdown": overlap.slowdown, "over_longer": overlap.over_longer}
             table.add_row(
                 transport,
                 f"{overlap.slowdown - 1:.1%}",
-                f"{overlap.communication_beside / overlap.communication - 1:.1%}",
                 f"{overlap.over_longer:.2f}",
                 f"{overlap.products:.1f} ms",
                 f"{overlap.communication:.1f} ms",
             )
     Console().print(table)
-    facts = machine_facts("cuda") | {"ranks": 2 if shared else gpus, "share one GPU": shared, "shape": shape, "tokens": tokens}
+    facts = machine_facts("cuda") | {"ranks": max(2, gpus), "one GPU plays all": gpus == 1, "shape": shape, "tokens": tokens}
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"overlap-{facts['ranks']}-ranks.json"
     path.write_text(json.dumps({"facts": facts, "over": found}, indent=1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -57,6 +58,10 @@ class Ours:
         """Send this rank's tokens to their experts."""
         return thunderep.dispatch(*self._inputs, self._num_experts, self._buffer)
 
+    def start_dispatch(self) -> Callable[[], thunderep.DispatchOutput]:
+        """Begin to `dispatch`. Call to wait."""
+        return thunderep.dispatch(*self._inputs, self._num_experts, self._buffer, async_op=True).wait
+
     def combine(self, dispatched: thunderep.DispatchOutput) -> torch.Tensor:
         """Bring the partial results back and sum them."""
         return thunderep.combine(self._y, dispatched, self._buffer)
@@ -73,6 +78,10 @@ class Theirs:
     def dispatch(self) -> baseline.Gathered:
         """All-gather."""
         return baseline.dispatch(*self._inputs)
+
+    def start_dispatch(self) -> Callable[[], baseline.Gathered]:
+        """Begin to `dispatch`. Call to wait."""
+        return baseline.start_dispatch(*self._inputs)
 
     def combine(self, dispatched: baseline.Gathered) -> torch.Tensor:
         """Reduce-scatter."""

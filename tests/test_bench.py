@@ -51,6 +51,20 @@ def test_a_small_run_of_fp8(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_one_gpu_plays_all_ranks(ranks: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.bench_loopback", "--shape", "gpt-oss-120b", "--tokens", "3", "--tokens", "200"]
+    command += ["--ranks", str(ranks), "--repeats", "2", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / f"loopback-{ranks}-ranks.json").read_text())["rows"]
+    assert [(row["tokens"], list(row["us"])) for row in rows] == [
+        (3, ["dma", "direct", "auto"]),
+        (200, ["dma", "direct", "auto"]),
+    ]
+
+
+@pytest.mark.gpu
 def test_a_small_run_on_gpus(tmp_path: Path) -> None:
     done = bench("--device", "cuda", "--shape", "gpt-oss-120b", "--tokens", "3", "--repeats", "2", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr

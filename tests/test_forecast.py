@@ -99,7 +99,10 @@ def test_every_idea_is_told_apart(kind: Kind) -> None:
     two, _, eight = (ablate(part, kind, QWEN3, 1000) for part in parts)
     assert two.gains[2] == pytest.approx(1, abs=0.01)
     assert eight.gains[2] > 1.2
-    assert two.gains[1] > 1.05 > eight.gains[1]
+    assert 0.9 < eight.gains[1] < 1.05
+    assert 0.9 < two.gains[1] < 1.05
+    fast = next(part for lanes, part in machines.smaller(machines.load("h200-4")) if lanes == "16" and len(part.gpus) == 2)
+    assert ablate(fast, kind, QWEN3, 1000).gains[1] > 1.05, "SMs do not fill a link of PCIe 5 both ways"
     assert ablate(parts[0], kind, QWEN3, 1).gains[1] < 0.5
     assert (eight.gains[0] > 1.5) == (kind == "dispatch")
     product = eight.gains[0] * eight.gains[1] * eight.gains[2]

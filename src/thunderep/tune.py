@@ -67,7 +67,8 @@ def tune() -> Tuned:
         raise RuntimeError(f"there is only one GPU, {gpus[0]}; nothing travels")
     with Ranks(len(gpus)) as ranks:
         measured: list[Measured] = ranks.run(measure, TOKENS, timeout=_TIMEOUT)[0]
-    found = Thresholds(*(threshold([row for row in measured if row.kind == kind]) for kind in KINDS))
+    dispatch, combine = (threshold([row for row in measured if row.kind == kind]) for kind in KINDS)
+    found = Thresholds(dispatch, combine, beside=tuning.BESIDE)
     return Tuned(found, measured, tuning.save(gpus, found, [asdict(row) for row in measured]))
 
 

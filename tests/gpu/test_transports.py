@@ -32,7 +32,7 @@ def test_a_transport_is_what_was_asked_for(transport: str, gpu_ranks: Callable[[
 
 @TRANSPORTS
 def test_what_a_profiler_and_the_counters_see(transport: str, gpu_ranks: Callable[[], Ranks]) -> None:
-    phases = {"dma": {"copy_engines", "localize", "sum"}, "direct": {"kernels"}}
+    phases = {"dma": {"copy_engines", "routing", "kernels", "sum"}, "direct": {"kernels"}}
     phases["auto"] = phases["dma"]  # so many tokens are more than the tests' thresholds
     found = gpu_ranks().run(observability.profiled, transport)
     moved = programs.MOST * (2 * programs.HIDDEN + programs.TOPK * 12), programs.MOST * 2 * programs.HIDDEN

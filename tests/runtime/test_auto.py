@@ -50,6 +50,15 @@ def test_bytes_of_rows_alone_decide_who_moves_a_call(kind: str, most: int) -> No
         assert not any(limits.take(call(kind, rows + 1, tokens, dtype)) for tokens in (0, rows))
 
 
+def test_beside_other_work_kernels_move_less() -> None:
+    limits, rows = Thresholds(dispatch=4096, combine=512, beside=1024), 2048 // (SHAPE.hidden * 2)
+    for kind, outward in zip(KINDS, OUTWARD, strict=True):
+        assert limits.take(call(kind, rows)) == outward
+        assert not limits.take(call(kind, rows)._replace(async_op=True))
+        assert limits.take(call(kind, rows // 4)._replace(async_op=True))
+        assert limits._replace(beside=None).take(call(kind, rows)._replace(async_op=True)) == outward
+
+
 def test_dense_rows_are_all_needed() -> None:
     """Where kernels move every dispatch, since few of its rows are needed, they still leave large dense calls to engines."""
     limits = built_in(num_ranks=8, topk=4)
@@ -62,6 +71,7 @@ def test_dense_rows_are_all_needed() -> None:
     shape=st.builds(
         Shape,
         st.integers(1, 31), st.integers(1, 8192), st.integers(1, 16), st.integers(1, 1 << 20), st.sampled_from([1, 2, 4]),
+        st.integers(1, 1 << 20),
     ),
     limits=st.builds(Thresholds, st.integers(0, 64 << 20), st.integers(0, 64 << 20)),
     spare=st.none() | st.integers(0, 512 << 20),
@@ -178,7 +188,7 @@ def test_peer_access_counts_where_nccl_may_use_it(
     if disable is not None:
         monkeypatch.setenv("NCCL_P2P_DISABLE", disable)
     facts = gpu_facts(torch.device("cuda", 0), None)  # type: ignore[arg-type]
-    assert facts == {"name": "H200", "uuid": "GPU-a", "node": None, "peers": peers}
+    assert facts == {"name": "H200", "uuid": "GPU-a", "node": None, "gbps": None, "peers": peers}
 
 
 def stand_in(denied: str) -> None:
@@ -316,7 +326,7 @@ def keep() -> None:
 def wait_for_the_dead(under_way: str) -> tuple[float, bool, bool, str]:
     """With an operation of either kind under way: when this rank was let go, whether kernels and copies were, and why."""
     made = _kept["auto"]
-    layout, words = SHAPE.layout("auto", None, BUILT_IN), made._segment.words
+    layout, words = made._engines._layout, made._segment.words
     if under_way == "copies":
         words[layout.control(0, arena.CONTROL_LANES) // 4] = 1
     else:
@@ -353,7 +363,7 @@ def test_a_dead_peer_lets_go_both_copies_and_kernels(under_way: str) -> None:
 def impatient(under_way: str) -> str:
     """With an operation of either kind that gets nowhere: what the Buffer says after its patience."""
     _, made, _ = connected("auto", patience=0.4)
-    layout, words = SHAPE.layout("auto", None, BUILT_IN), made._segment.words
+    layout, words = made._engines._layout, made._segment.words
     made._control.post(call("dispatch", 1))
     if under_way:
         at = layout.control(dist.get_rank(), arena.CONTROL_LANES) if under_way == "copies" else layout.window + 4

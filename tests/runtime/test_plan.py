@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from thunderep.runtime.chunks import (
     ALIGNMENT,
-    GPU_GRAIN,
     HOST_GRAIN,
     MIN_SLOT_BYTES,
     Message,
@@ -22,6 +21,7 @@ from thunderep.runtime.chunks import (
     chunk_count,
     combine_messages,
     dispatch_messages,
+    gpu_grain,
 )
 from thunderep.runtime.delivery import expect_combine, expect_dispatch
 from thunderep.runtime.plan import LOCAL, most_lanes, plan_combine, plan_combine_in_place, plan_dispatch
@@ -71,7 +71,7 @@ def calls(draw: st.DrawFn) -> Call:
     widest = max(1, 40 * staging.slot_bytes // (max_rows or 1))
     row_bytes = draw(st.lists(st.one_of(st.integers(0, min(9, widest)), st.integers(0, widest)), max_size=4))
     planner = draw(st.sampled_from([plan_dispatch, plan_combine]))
-    grain = draw(st.sampled_from([ALIGNMENT, HOST_GRAIN, GPU_GRAIN]))
+    grain = draw(st.sampled_from([ALIGNMENT, HOST_GRAIN, gpu_grain(55)]))
     return Call(planner, tuple(rows), tuple(row_bytes), max_rows, staging, draw(st.integers(0, 1)), grain)
 
 
@@ -269,7 +269,7 @@ def test_chunks_are_no_more_than_they_are_worth(call: Call) -> None:
 @pytest.mark.parametrize(("mib", "count"), [(0.25, 1), (1, 1), (2, 2), (4, 3), (8, 4), (16, 6)])
 def test_copy_engines_send_so_many_chunks(mib: float, count: int) -> None:
     """The fastest, or within 2% of it, of those tried on an H200."""
-    schedule = plan_dispatch(0, [1, 1], [int(mib * 2**20)], 1, Staging.of(2, 256 << 20), 0, GPU_GRAIN)
+    schedule = plan_dispatch(0, [1, 1], [int(mib * 2**20)], 1, Staging.of(2, 256 << 20), 0, gpu_grain(55))
     assert len(chunks(lanes(schedule, "send")[0])) == count
 
 
@@ -286,7 +286,7 @@ def test_only_lanes_with_work_are_planned(call: Call) -> None:
 def test_lanes_are_as_many_as_said(num_ranks: int) -> None:
     """Hardware queues are few: CUDA takes 8."""
     staging = Staging.of(num_ranks, 64 << 20)
-    schedules = [p(0, [4096] * num_ranks, [4096, 64], 4096, staging, 0, GPU_GRAIN) for p in (plan_dispatch, plan_combine)]
+    schedules = [p(0, [4096] * num_ranks, [4096, 64], 4096, staging, 0, gpu_grain(55)) for p in (plan_dispatch, plan_combine)]
     flagged = max(len([lane for lane in schedule.lanes if lane.name != LOCAL]) for schedule in schedules)
     assert flagged == (most_lanes(num_ranks) if num_ranks > 1 else 0)
     assert most_lanes(num_ranks) < 6

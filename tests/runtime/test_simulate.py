@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thunderep.forecast.calibration import exchange_plans
-from thunderep.runtime.chunks import GPU_GRAIN, Staging
+from thunderep.runtime.chunks import Staging, gpu_grain
 from thunderep.runtime.machines import CopyEngines, Gpu, Link, MachineModel, Nccl, Protocol
 from thunderep.runtime.plan import plan_combine, plan_dispatch
 from thunderep.runtime.ring import plan_ring
@@ -159,7 +159,7 @@ def test_two_ranks_by_hand() -> None:
         "exchange": (next(exchange_plans(100_000)), Executor.dma(described), 10 + 2 + copy + 3 + 4 + 2 + copy),
         # A credit to wait for and one to give; rows and ids are two copies.
         "dispatch": (
-            [plan_dispatch(r, [100, 100], [1000, 10], 100, Staging(16, 1 << 20), 0, GPU_GRAIN) for r in (0, 1)],
+            [plan_dispatch(r, [100, 100], [1000, 10], 100, Staging(16, 1 << 20), 0, gpu_grain(55)) for r in (0, 1)],
             Executor.dma(described),
             10 + 3 + (2 + copy + 2 + copy / 100) + 3 + 4 + (2 + copy + 2 + copy / 100) + 3,
         ),

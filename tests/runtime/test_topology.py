@@ -501,11 +501,11 @@ def test_wsl_and_containers(install: Install, tmp_path: Path) -> None:
 
 def test_settings_that_hurt(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(Card())
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "2")
     few = found(topology.read(tmp_path), "environment")
     assert (few.level, few.found) == (
         "note",
-        "CUDA_DEVICE_MAX_CONNECTIONS is 4",
+        "CUDA_DEVICE_MAX_CONNECTIONS is 2",
     )
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     monkeypatch.setenv("NCCL_SHM_DISABLE", "1")

@@ -60,10 +60,9 @@ def ablate(machine: MachineModel, kind: Kind, shape: Shape, tokens: int) -> Abla
 
 def _by_sms_us(machine: MachineModel, kind: Kind, shape: Shape, tokens: int, protocol: Protocol) -> float:
     """The plans of `dma`, executed by SMs. The sum of a combine is part of the kernel, and so is no launch of its own."""
-    num_ranks = len(machine.gpus)
     if kind == "dispatch":
         widths = [round(width * protocol.overhead) for width in shape.dispatch_bytes]
-        return simulate(dispatch_schedules(num_ranks, tokens, widths), machine, Executor.nccl(protocol)).us
+        return simulate(dispatch_schedules(machine, tokens, widths), machine, Executor.nccl(protocol)).us
     widths = [round(width * protocol.overhead) for width in shape.combine_bytes]
-    schedules = combine_schedules(num_ranks, tokens, widths)
+    schedules = combine_schedules(machine, tokens, widths)
     return simulate(schedules, machine, Executor.nccl(protocol)).us + sum_us(machine, tokens, shape)

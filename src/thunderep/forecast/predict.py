@@ -6,11 +6,11 @@ reduce-scatters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from thunderep.runtime.chunks import GPU_GRAIN, Staging
+from thunderep.runtime.chunks import Staging, gpu_grain
 from thunderep.runtime.machines import MachineModel, Protocol
 from thunderep.runtime.plan import plan_combine, plan_dispatch
 from thunderep.runtime.ring import plan_ring
@@ -92,26 +92,33 @@ def forecast(machine: MachineModel, kind: Kind, shape: Shape, tokens: int) -> Fo
     num_ranks = len(machine.gpus)
     share = shape.needed_share(num_ranks)
     if kind == "dispatch":
-        ours = _dma_us(machine, dispatch_schedules(num_ranks, tokens, shape.dispatch_bytes))
-        needed = _dma_us(machine, dispatch_schedules(num_ranks, tokens, shape.dispatch_bytes, share))
-        fp8 = _dma_us(machine, dispatch_schedules(num_ranks, tokens, shape.fp8_bytes))
+        ours = _dma_us(machine, dispatch_schedules(machine, tokens, shape.dispatch_bytes))
+        needed = _dma_us(machine, dispatch_schedules(machine, tokens, shape.dispatch_bytes, share))
+        fp8 = _dma_us(machine, dispatch_schedules(machine, tokens, shape.fp8_bytes))
         return Forecast(machine.name, kind, tokens, ours, needed, fp8, nccl_us(machine, tokens, shape.nccl_dispatch_bytes))
     rows = round(share * tokens)
     ours, needed = (_combine_us(machine, count, tokens, shape) for count in (tokens, max(1, rows)))
     return Forecast(machine.name, kind, tokens, ours, needed, None, nccl_us(machine, tokens, shape.combine_bytes))
 
 
-def dispatch_schedules(num_ranks: int, tokens: int, row_bytes: Sequence[int], share: float = 1.0) -> list[Schedule]:
+def dispatch_schedules(machine: MachineModel, tokens: int, row_bytes: Sequence[int], share: float = 1.0) -> list[Schedule]:
     """What `dma` executes for a dispatch; with a `share`, every copy out of staging has only that part of its bytes."""
-    staging = Staging.of(num_ranks, MAX_DEFAULT_STAGING)
-    schedules = [plan_dispatch(r, [tokens] * num_ranks, row_bytes, tokens, staging, 0, GPU_GRAIN) for r in range(num_ranks)]
+    schedules = _schedules(machine, plan_dispatch, tokens, row_bytes)
     return [replace(s, lanes=tuple(_read_less(lane, share) for lane in s.lanes)) for s in schedules]
 
 
-def combine_schedules(num_ranks: int, tokens: int, row_bytes: Sequence[int]) -> list[Schedule]:
+def combine_schedules(machine: MachineModel, tokens: int, row_bytes: Sequence[int]) -> list[Schedule]:
     """What `dma` executes for a combine."""
+    return _schedules(machine, plan_combine, tokens, row_bytes)
+
+
+def _schedules(
+    machine: MachineModel, planner: Callable[..., Schedule], tokens: int, row_bytes: Sequence[int]
+) -> list[Schedule]:
+    num_ranks = len(machine.gpus)
+    grain = gpu_grain(min(machine.links[gpu.link].one_way_gbps for gpu in machine.gpus))
     staging = Staging.of(num_ranks, MAX_DEFAULT_STAGING)
-    return [plan_combine(r, [tokens] * num_ranks, row_bytes, tokens, staging, 0, GPU_GRAIN) for r in range(num_ranks)]
+    return [planner(rank, [tokens] * num_ranks, row_bytes, tokens, staging, 0, grain) for rank in range(num_ranks)]
 
 
 def nccl_us(machine: MachineModel, tokens: int, row_bytes: Sequence[int]) -> float:
@@ -136,7 +143,7 @@ def _dma_us(machine: MachineModel, schedules: Sequence[Schedule]) -> float:
 
 def _combine_us(machine: MachineModel, rows: int, tokens: int, shape: Shape) -> float:
     """The transfers, then a kernel that sums."""
-    schedules = combine_schedules(len(machine.gpus), rows, shape.combine_bytes)
+    schedules = combine_schedules(machine, rows, shape.combine_bytes)
     return _dma_us(machine, schedules) + machine.copy_engines.copy_us + sum_us(machine, tokens, shape)
 
 

@@ -43,7 +43,7 @@ def _dispatch_start(
     x_scales: torch.Tensor | None = None,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    dispatch.checked(lookup(buffer), x, topk_idx, topk_weights, num_experts, max_tokens, x_scales)
+    dispatch.checked(lookup(buffer), x, topk_idx, topk_weights, num_experts, max_tokens, x_scales, True)
 
     def begin(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor | None) -> Rest:
         return dispatch.begin(x, idx, weights, num_experts, buffer, max_tokens, scales)
@@ -54,7 +54,7 @@ def _dispatch_start(
 def _combine_start(
     y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str, after: torch.Tensor | None = None
 ) -> torch.Tensor:
-    combine.checked(lookup(buffer), y, recv_topk_idx, is_token_in_rank)
+    combine.checked(lookup(buffer), y, recv_topk_idx, is_token_in_rank, True)
     return _start_of(combine.begin, 3)(y, recv_topk_idx, is_token_in_rank, buffer)
 
 

@@ -49,28 +49,32 @@ def _validate_rows(owner: Buffer, name: str, rows: int, recv_topk_idx: torch.Ten
     return max_rows
 
 
-def checked(owner: Buffer, y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor) -> Call:
+def checked(
+    owner: Buffer, y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, async_op: bool
+) -> Call:
     """What ranks must agree on. Raises for what shapes, types and devices alone tell."""
 
     def look() -> Call:
         validate(owner, "y", y, recv_topk_idx, is_token_in_rank)
         _validate_rows(owner, "y", y.shape[0], recv_topk_idx, is_token_in_rank.shape[0])
-        return rows_call(owner, "combine", [y], is_token_in_rank)
+        return rows_call(owner, "combine", [y], is_token_in_rank, async_op=async_op)
 
-    return remember(owner, ("combine", *metadata(y, recv_topk_idx, is_token_in_rank)), look)
+    return remember(owner, ("combine", async_op, *metadata(y, recv_topk_idx, is_token_in_rank)), look)
 
 
 def run(
     y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str, after: torch.Tensor | None = None
 ) -> torch.Tensor:
     """What the operator does."""
-    return begin(y, recv_topk_idx, is_token_in_rank, buffer).run()  # type: ignore[no-any-return]
+    return begin(y, recv_topk_idx, is_token_in_rank, buffer, async_op=False).run()  # type: ignore[no-any-return]
 
 
-def begin(y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str) -> Rest:
+def begin(
+    y: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str, async_op: bool = True
+) -> Rest:
     """What of it moves data, and what is left."""
     owner = lookup(buffer)
-    call = checked(owner, y, recv_topk_idx, is_token_in_rank)
+    call = checked(owner, y, recv_topk_idx, is_token_in_rank, async_op)
     rest = rows_sum(owner, call, [y], recv_topk_idx, is_token_in_rank)
     return Rest(lambda: rest.run()[0], rest.reads)
 
@@ -91,16 +95,18 @@ def run_backward(
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradient of y: every rank gets the gradient rows of the tokens that came to it, and zeros elsewhere."""
-    return begin_backward(grad, recv_topk_idx, is_token_in_rank, buffer).run()  # type: ignore[no-any-return]
+    return begin_backward(grad, recv_topk_idx, is_token_in_rank, buffer, async_op=False).run()  # type: ignore[no-any-return]
 
 
-def begin_backward(grad: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str) -> Rest:
+def begin_backward(
+    grad: torch.Tensor, recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor, buffer: str, async_op: bool = True
+) -> Rest:
     """What of it moves data, and what is left."""
     owner = lookup(buffer)
     require(grad.dim() == 2 and grad.shape[1] == owner.hidden, "grad", grad, f"[T, {owner.hidden}] (hidden)")
     tokens, received = grad.shape[0], recv_topk_idx.shape[0]
     max_rows = _validate_rows(owner, "recv_topk_idx", received, recv_topk_idx, tokens)
-    call = Call(KINDS.index("combine_backward"), tokens, max_rows, DTYPES.index(grad.dtype), owner.hidden)
+    call = Call(KINDS.index("combine_backward"), tokens, max_rows, DTYPES.index(grad.dtype), owner.hidden, async_op=async_op)
     with owner.operation() as transport:
         direct = kernels(owner, transport, call)
         if direct is not None:

@@ -60,6 +60,7 @@ def checked(
     num_experts: int,
     max_tokens: int,
     x_scales: torch.Tensor | None,
+    async_op: bool,
 ) -> Call:
     """What ranks must agree on. Raises for what shapes, types and devices alone tell."""
 
@@ -77,9 +78,11 @@ def checked(
             topk=owner.topk,
             idx_dtype=DTYPES.index(topk_idx.dtype),
             scales=-1 if x_scales is None else x_scales.shape[1],
+            async_op=async_op,
         )
 
-    return remember(owner, ("dispatch", *metadata(x, topk_idx, topk_weights, x_scales), num_experts, max_tokens), look)
+    signature = ("dispatch", async_op, *metadata(x, topk_idx, topk_weights, x_scales), num_experts, max_tokens)
+    return remember(owner, signature, look)
 
 
 def run(
@@ -94,7 +97,7 @@ def run(
 ) -> _Outputs:
     """What the operator does."""
     owner = lookup(buffer)
-    call = checked(owner, x, topk_idx, topk_weights, num_experts, max_tokens, x_scales)
+    call = checked(owner, x, topk_idx, topk_weights, num_experts, max_tokens, x_scales, False)
     _check_ids(topk_idx, num_experts)
     with owner.operation() as transport:
         direct = kernels(owner, transport, call)
@@ -121,7 +124,7 @@ def begin(
 ) -> Rest:
     """What of it moves data, and what is left; where copy engines move rows they move all, and SMs nothing."""
     owner = lookup(buffer)
-    call = checked(owner, x, topk_idx, topk_weights, num_experts, max_tokens, x_scales)
+    call = checked(owner, x, topk_idx, topk_weights, num_experts, max_tokens, x_scales, True)
     _check_ids(topk_idx, num_experts)
     with owner.operation() as transport:
         direct = kernels(owner, transport, call)
@@ -241,7 +244,7 @@ def run_backward(
 
     Rows without columns, as `rows_gradient` gives them, do not travel.
     """
-    rest = begin_backward(grad_recv_x, grad_recv_topk_weights, recv_topk_idx, is_token_in_rank, buffer)
+    rest = begin_backward(grad_recv_x, grad_recv_topk_weights, recv_topk_idx, is_token_in_rank, buffer, async_op=False)
     return rest.run()  # type: ignore[no-any-return]
 
 
@@ -251,12 +254,13 @@ def begin_backward(
     recv_topk_idx: torch.Tensor,
     is_token_in_rank: torch.Tensor,
     buffer: str,
+    async_op: bool = True,
 ) -> Rest:
     """What of it moves data, and what is left."""
     owner = lookup(buffer)
     weights = grad_recv_topk_weights.masked_fill(recv_topk_idx < 0, 0.0)
     payloads = [grad_recv_x, weights] if grad_recv_x.shape[1] else [weights]
-    call = rows_call(owner, "dispatch_backward", payloads, is_token_in_rank)
+    call = rows_call(owner, "dispatch_backward", payloads, is_token_in_rank, async_op=async_op)
     rest = rows_sum(owner, call, payloads, recv_topk_idx, is_token_in_rank)
 
     def both() -> tuple[torch.Tensor, torch.Tensor]:

@@ -69,12 +69,17 @@ def kernels_in(owner: Buffer, window: Window) -> Kernels:
 
 
 def rows_call(
-    owner: Buffer, kind: str, payloads: Sequence[torch.Tensor], is_token_in_rank: torch.Tensor, sizes: int = 0
+    owner: Buffer,
+    kind: str,
+    payloads: Sequence[torch.Tensor],
+    is_token_in_rank: torch.Tensor,
+    sizes: int = 0,
+    async_op: bool = False,
 ) -> Call:
     """What ranks must agree on before `rows_sum`."""
     tokens, max_rows = is_token_in_rank.shape[0], payloads[0].shape[0] // owner.num_ranks
     dtype, width, beside = DTYPES.index(payloads[0].dtype), payloads[0].shape[1], sum(p.shape[1] for p in payloads[1:])
-    return Call(KINDS.index(kind), tokens, max_rows, dtype, width, beside, sizes=sizes)
+    return Call(KINDS.index(kind), tokens, max_rows, dtype, width, beside, sizes=sizes, async_op=async_op)
 
 
 def rows_sum(

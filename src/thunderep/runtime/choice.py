@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thunderep.runtime import cuda, numa, window
+from thunderep.runtime import cuda, numa, pcie, window
 
 _log = logging.getLogger(__name__)
 
@@ -23,18 +23,19 @@ def gpu_facts(device: torch.device, group: dist.ProcessGroup) -> dict[str, Any]:
     """What the ranks must know of this rank's GPU.
 
     Returns:
-        "name", "uuid"; "node": the memory node that it is attached to; "peers": the UUIDs of the GPUs that NCCL reaches from
-        it without host memory. What this process does not see counts as out of reach, and so does everything where NCCL is
-        told not to, or another back end moves CUDA tensors.
+        "name", "uuid"; "node": the memory node that it is attached to; "gbps": what its link carries, or None; "peers": the
+        UUIDs of the GPUs that NCCL reaches from it without host memory. What this process does not see counts as out of reach,
+        and so does everything where NCCL is told not to, or another back end moves CUDA tensors.
     """
     try:
         found = cuda.devices()
         mine = found[device.index]
     except (cuda.CudaError, IndexError):  # what uses the GPU next says what is wrong
-        return {"name": "", "uuid": None, "node": None, "peers": []}
+        return {"name": "", "uuid": None, "node": None, "gbps": None, "peers": []}
     nccl = "nccl" in str(dist.get_backend_config(group)) and os.environ.get("NCCL_P2P_DISABLE", "0") in ("", "0")
     peers = [found[ordinal].uuid for ordinal in mine.peers] if nccl else []
-    return {"name": mine.name, "uuid": mine.uuid, "node": numa.node_of(mine.pci_address), "peers": peers}
+    node, gbps = numa.node_of(mine.pci_address), pcie.one_way_gbps(mine.pci_address)
+    return {"name": mine.name, "uuid": mine.uuid, "node": node, "gbps": gbps, "peers": peers}
 
 
 def choose(transport: str, answers: Sequence[Mapping[str, Any]]) -> str:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from thunderep.runtime import numa, tuning
+from thunderep.runtime.chunks import gpu_grain
 from thunderep.runtime.collective import CollectiveTransport
 from thunderep.runtime.control import Control
 from thunderep.runtime.host import HostTransport
@@ -18,6 +19,9 @@ from thunderep.runtime.staging import Shape, parts_of
 from thunderep.runtime.transport import Transport
 from thunderep.runtime.tuning import COPY_ENGINES_ONLY, KERNELS_ONLY, Thresholds
 from thunderep.runtime.watchdog import Watchdog
+
+_UNKNOWN_GBPS = 25.0
+"""What links are taken to carry where that is not known: PCIe 4 x16."""
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +71,7 @@ def connect(
     gpus = [answer.get("gpu", {}) for answer in answers]
     thresholds = _FIXED.get(wish.transport) or _agree_on_thresholds(meeting, [gpu["name"] for gpu in gpus], wish.shape.topk)
     try:
-        return wish.transport, _through_memory(wish, meeting, pids, thresholds, [gpu.get("node") for gpu in gpus])
+        return wish.transport, _through_memory(wish, meeting, pids, thresholds, gpus)
     except UnableError as error:
         if wish.transport != "auto":
             raise
@@ -91,9 +95,10 @@ def _agree_on_thresholds(meeting: Rendezvous, gpus: Sequence[str], topk: int) ->
 
 
 def _through_memory(
-    wish: Wish, meeting: Rendezvous, pids: Sequence[int], thresholds: Thresholds, nodes: Sequence[int | None]
+    wish: Wish, meeting: Rendezvous, pids: Sequence[int], thresholds: Thresholds, gpus: Sequence[Mapping[str, Any]]
 ) -> Transport:
-    rank, layout = meeting.rank, wish.shape.layout(wish.transport, wish.staging_bytes, thresholds)
+    grain = gpu_grain(min((gpu["gbps"] for gpu in gpus if gpu.get("gbps")), default=_UNKNOWN_GBPS))
+    rank, layout = meeting.rank, wish.shape._replace(grain=grain).layout(wish.transport, wish.staging_bytes, thresholds)
     segment = share_segment(meeting, layout.nbytes)
     window = layout.window_bytes // layout.num_ranks
     _log.info("%s: staging of %d bytes a rank for copies, %d for kernels", wish.transport, layout.staging.nbytes, window)
@@ -104,8 +109,8 @@ def _through_memory(
 
     try:
         parts = ((segment.address + at, nbytes, of) for of in range(meeting.num_ranks) for at, nbytes in parts_of(layout, of))
-        numa.place(parts, nodes)  # every rank places all: whichever pins first touches all
-        return gpu.connect(meeting, segment, layout, rank, wish.device, control, thresholds)
+        numa.place(parts, [gpu["node"] for gpu in gpus])  # every rank places all: whichever pins first touches all
+        return gpu.connect(meeting, segment, layout, rank, wish.device, control, thresholds, grain)
     except BaseException:
         control.release()
         control.close()

@@ -25,7 +25,6 @@ from typing import NamedTuple
 import torch
 
 from thunderep.runtime import arena, cuda
-from thunderep.runtime.chunks import GPU_GRAIN
 from thunderep.runtime.plan import LOCAL, most_lanes, plan_combine, plan_dispatch
 from thunderep.runtime.schedule import Copy, Flag, Place, Schedule, Wait
 from thunderep.runtime.trace import phase
@@ -51,11 +50,14 @@ class CopyEngines:
         layout: What lies where in it.
         rank: This rank.
         device: This rank's GPU.
+        grain: How finely to cut, see `chunks.in_turn`; the same on all ranks.
     """
 
-    def __init__(self, segment: arena.Segment, pinned: int, layout: arena.Layout, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, segment: arena.Segment, pinned: int, layout: arena.Layout, rank: int, device: torch.device, grain: int
+    ) -> None:
         self._segment, self._pinned, self._layout, self._rank = segment, pinned, layout, rank
-        self._device = device
+        self._device, self._grain = device, grain
         self._streams = [torch.cuda.Stream(device) for _ in range(most_lanes(layout.num_ranks))]
         self._program = lru_cache(maxsize=256)(self._make_program)
 
@@ -85,8 +87,9 @@ class CopyEngines:
         row_bytes = tuple(t.numel() // len(t) * t.element_size() if len(t) else 0 for t in outputs)
         program = self._program(kind, row_bytes, max_rows)
         caller, streams = torch.cuda.current_stream(), self._streams[: program.lanes]
+        here = caller.record_event()
         for stream in streams:
-            stream.wait_stream(caller)
+            stream.wait_event(here)
         self._issue(program.instructions, [stream.cuda_stream for stream in streams], inputs, outputs)
         try:
             yield lambda: self._issue(program.local, [torch.cuda.current_stream(self._device).cuda_stream], inputs, outputs)
@@ -125,7 +128,7 @@ class CopyEngines:
             )
         planner, bank = (plan_dispatch, 0) if kind == "dispatch" else (plan_combine, 1)
         rows = [max_rows] * self._layout.num_ranks
-        schedule = planner(self._rank, rows, row_bytes, max_rows, self._layout.staging, bank, GPU_GRAIN)
+        schedule = planner(self._rank, rows, row_bytes, max_rows, self._layout.staging, bank, self._grain)
         local = [lane for lane in schedule.lanes if lane.name == LOCAL]
         flagged = replace(schedule, lanes=tuple(lane for lane in schedule.lanes if lane.name != LOCAL))
         instructions = list(self._instructions(flagged, len(row_bytes)))

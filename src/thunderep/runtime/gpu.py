@@ -36,6 +36,7 @@ def connect(
     device: torch.device,
     control: Control,
     thresholds: Thresholds,
+    grain: int,
 ) -> GpuTransport:
     """Pin the segment on all ranks and make each rank's transport, or raise the same report on all.
 
@@ -64,7 +65,7 @@ def connect(
                 raise RuntimeError(
                     f"device: ranks {' and '.join(sharing)} have the same GPU, {gpu}; give each its own, or set {SHARE}=1"
                 )
-        return GpuTransport(segment, pinned, layout, rank, device, control, thresholds)
+        return GpuTransport(segment, pinned, layout, rank, device, control, thresholds, grain)
     except BaseException:
         if pinned:
             cuda.unregister(segment.address)
@@ -82,6 +83,7 @@ class GpuTransport:
         device: This rank's GPU.
         control: This rank's control block; closed with the transport.
         thresholds: Which calls kernels move, the same on all ranks.
+        grain: How finely copy engines cut, see `chunks.in_turn`; the same on all ranks.
     """
 
     def __init__(
@@ -93,10 +95,11 @@ class GpuTransport:
         device: torch.device,
         control: Control,
         thresholds: Thresholds,
+        grain: int,
     ) -> None:
         self._segment, self._num_ranks, self._device, self._control = segment, layout.num_ranks, device, control
         self._thresholds, self._traffic = thresholds, Traffic(layout.num_ranks)
-        self._engines = CopyEngines(segment, pinned, layout, rank, device)
+        self._engines = CopyEngines(segment, pinned, layout, rank, device, grain)
         region = Region(layout.num_ranks, layout.window_bytes)
         self._window = Window(segment, pinned, layout.window, region, rank, device)
         peers = [peer for peer in range(layout.num_ranks) if peer != rank]

@@ -8,7 +8,7 @@ from thunderep.runtime import arena
 from thunderep.runtime.futex import fence
 from thunderep.runtime.transport import Call, difference
 
-_RECORD = struct.Struct("<11q")  # a sequence number, whether the rank has captured calls, a Call's fields, and T last
+_RECORD = struct.Struct("<12q")  # a sequence number, whether the rank has captured calls, a Call's fields, and T last
 _SEQUENCE = struct.Struct("<q")
 _COMPARED = _RECORD.size - 8  # T may differ
 

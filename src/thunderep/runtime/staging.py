@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from thunderep.runtime import arena
-from thunderep.runtime.chunks import ALIGNMENT, GPU_GRAIN, MIN_SLOT_BYTES, Staging, chunk_count
+from thunderep.runtime.chunks import ALIGNMENT, MIN_SLOT_BYTES, Staging, chunk_count
 from thunderep.runtime.tuning import Thresholds
 from thunderep.runtime.window import Region
 
@@ -28,6 +28,7 @@ class Shape(NamedTuple):
         topk: K.
         max_tokens: Tokens per rank that a call may have at most.
         itemsize: Bytes of the widest payload element.
+        grain: How finely copy engines cut, see `chunks.in_turn`.
     """
 
     num_ranks: int
@@ -35,6 +36,7 @@ class Shape(NamedTuple):
     topk: int
     max_tokens: int
     itemsize: int
+    grain: int = 1
 
     @property
     def row_bytes(self) -> int:
@@ -89,7 +91,7 @@ class Shape(NamedTuple):
         return Region.for_calls(self.num_ranks, tokens, self.row_bytes, self.topk, scales).nbytes
 
     def _routing(self) -> Region:
-        """The window in which ids, weights and scales of `max_tokens` tokens a rank are one launch, or a few if they are many."""
+        """The window in which routing of `max_tokens` tokens a rank is one launch, or a few if they are many."""
         return Region.for_routing(self.num_ranks, min(self.max_tokens, _ROUTING_TOKENS), self.topk, -(-self.hidden // 128))
 
     def _window(self, tokens: int) -> int:
@@ -111,8 +113,8 @@ class Shape(NamedTuple):
         half = Staging.slots_for(self.num_ranks) // 2
         chunks_per_peer = half // max(1, self.num_ranks - 1)
         if gpu:
-            half = min(half, chunk_count(dispatch, GPU_GRAIN))
-            chunks_per_peer = min(chunks_per_peer, chunk_count(combine, GPU_GRAIN))
+            half = min(half, chunk_count(dispatch, self.grain))
+            chunks_per_peer = min(chunks_per_peer, chunk_count(combine, self.grain))
         slot = max(-(-dispatch // half), -(-combine // chunks_per_peer), MIN_SLOT_BYTES) + ALIGNMENT
         return min(Staging.slots_for(self.num_ranks) * slot, MAX_DEFAULT_STAGING)
 

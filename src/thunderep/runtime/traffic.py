@@ -64,7 +64,7 @@ class Traffic:
 
     def _sum_up(self) -> None:
         for (call, peers_rows), count in self._new.items():
-            kind, tokens, _, dtype, hidden, topk, idx_dtype, scales, _ = call
+            kind, tokens, _, dtype, hidden, topk, idx_dtype, scales, *_ = call
             row = hidden * _ITEM_BYTES[dtype]
             if topk:
                 row += topk * (4 + _ITEM_BYTES[idx_dtype] if kind == _DISPATCH else 4)

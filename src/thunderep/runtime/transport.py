@@ -27,6 +27,7 @@ class Call(NamedTuple):
         idx_dtype: Index in `DTYPES` of the ids.
         scales: S, scale columns; -1 for none.
         sizes: Checksum of every rank's number of rows, where callers know them; 0 where they do not.
+        async_op: Whether it is to run beside what the caller does next.
     """
 
     kind: int
@@ -38,6 +39,7 @@ class Call(NamedTuple):
     idx_dtype: int = 0
     scales: int = -1
     sizes: int = 0
+    async_op: bool = False
 
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")

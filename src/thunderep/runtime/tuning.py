@@ -36,32 +36,44 @@ class Thresholds(NamedTuple):
         dispatch: For rows that go to experts, and for the gradient of a combine.
         combine: For rows that come back, and for the gradient of a dispatch.
         dense: For `all_gather`, `reduce_scatter` and `all_reduce`, of which all rows are needed; None: as the others.
+        beside: For what runs beside other work, if that is less; None: as the others.
     """
 
     dispatch: int
     combine: int
     dense: int | None = None
+    beside: int | None = None
 
     def take(self, call: Call) -> bool:
         """Whether kernels move `call`. What ranks agree on decides, so all decide alike."""
         limit = self.dispatch if OUTWARD[call.kind] else self.combine
         if self.dense is not None and KINDS[call.kind] in COLLECTIVES:
             limit = self.dense
+        if call.async_op and self.beside is not None:
+            limit = min(limit, self.beside)
         return call.max_tokens * call.hidden * _ITEM_BYTES[call.dtype] <= limit
 
 
 KERNELS_ONLY = Thresholds(sys.maxsize, sys.maxsize)
 COPY_ENGINES_ONLY = Thresholds(-1, -1)
 
-BUILT_IN = Thresholds(dispatch=4 << 20, combine=4 << 20)
-"""Provisional. Source: sketches of both ways on two H200s without peer access, PCIe 5 x16, replayed as graphs, all-gather of
-4 KiB rows: kernels took 127 us for 4 MiB a rank, copy engines 152; for 8 MiB it was 280 and 254. Assumed of combine too."""
+BESIDE = 1 << 20
+"""Beside other work kernels move no more: until SMs are free they cannot begin, and then other work lacks them.
+
+Provisional. Source: an H200 that played its peer itself (`bench.loopback`), products of 8192 x 8192 matrices beside dispatches
+of 16 MiB: with copy engines the products took as long as alone, with kernels a third longer.
+"""
+
+BUILT_IN = Thresholds(dispatch=4 << 20, combine=4 << 20, beside=BESIDE)
+"""Provisional. Source: as above, a dispatch and a combine of 4 KiB rows, replayed as graphs: for 2 MiB a rank kernels took 84
+and 81 us, copy engines 90 and 90; for 4 MiB 142 and 145, 141 and 143; for 8 MiB 266 and 270, 248 and 247."""
 
 
 NEEDED_SHARE = 0.7
 """Share of the rows up to which kernels, which move only rows that are needed, are taken to beat copy engines at any size.
 
-Provisional. Source: as above; with rows under way both ways at once kernels moved 35 GB/s each way, copy engines 49.
+Provisional. Source: two H200s without peer access, PCIe 5 x16; with rows under way both ways at once kernels moved 35 GB/s each
+way, copy engines 49.
 """
 
 

@@ -1,0 +1,37 @@
+"""PCIe links of GPUs as the kernel shows them (ABI/testing/sysfs-bus-pci in its documentation)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_SHARE = 0.86
+"""What copies get of a link's bit rate: 55 of 64 GB/s on an H200."""
+
+
+def one_way_gbps(pci_address: str, root: Path = Path("/")) -> float | None:
+    """What a GPU's link to its host carries one way, about; None: not known.
+
+    The speed is what card and port could both do, since an idle link trains down; the width is that of now, which stays.
+    """
+    card = (root / "sys/bus/pci/devices" / pci_address).resolve()
+    speeds = [speed for folder in (card, card.parent) if (speed := _transfers(folder / "max_link_speed"))]
+    lanes = _number(card / "current_link_width")
+    if not speeds or lanes not in (1, 2, 4, 8, 12, 16):
+        return None
+    return _SHARE * min(speeds) * lanes / 8
+
+
+def _transfers(file: Path) -> float | None:
+    """Billions of transfers a second, of a text such as "16.0 GT/s PCIe"."""
+    try:
+        found = float(file.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return found if found >= 2.5 else None
+
+
+def _number(file: Path) -> int:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return 0
