@@ -90,8 +90,8 @@ def dispatch(
         buffer: The Buffer.
         max_tokens: M, at least every rank's T and the same on every rank; None: T, which must then be equal on all ranks.
         x_scales: [T, S] float32: scales that travel with the rows of a block-scaled payload.
-        async_op: Return at once; the inputs may be changed or freed. On CUDA wait for the work before a captured graph with
-            operations of this Buffer is replayed: a replay knows nothing of what is under way.
+        async_op: Return at once; the inputs may be changed or freed. The same on every rank. On CUDA wait for the work before a
+            captured graph with operations of this Buffer is replayed: a replay knows nothing of what is under way.
 
     Returns:
         What this rank received, or work whose `wait()` gives it. Gradients reach topk_weights, and x unless its elements have

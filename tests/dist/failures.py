@@ -138,6 +138,8 @@ def only_rank(rank: int, action: str) -> str | None:
             idx = torch.full((4 * buffer.num_ranks, buffer.topk), -1)
             in_rank = torch.zeros(4, buffer.num_ranks, dtype=torch.bool)
             torch.ops.thunderep.combine(t.x.new_zeros(len(idx), buffer.hidden), idx, in_rank, buffer.name)
+        elif mine and action == "async_op":
+            thunderep.dispatch(t.x, t.topk_idx, t.topk_weights, 8, buffer, async_op=True).wait()
         else:
             thunderep.dispatch(t.x, t.topk_idx, t.topk_weights, 8, buffer, max_tokens, t.x_scales)
     except RuntimeError as error:

@@ -119,7 +119,7 @@ def test_a_rank_that_closes_is_named(four_ranks: Callable[[], Ranks]) -> None:
     ranks.collect(20, ranks=[0, 1, 2])
 
 
-@pytest.mark.parametrize("action", ["tokens", "max_tokens", "dtype", "idx_dtype", "scales", "kind"])
+@pytest.mark.parametrize("action", ["tokens", "max_tokens", "dtype", "idx_dtype", "scales", "kind", "async_op"])
 @pytest.mark.parametrize("transport", ["shm", "collective"])
 def test_ranks_that_disagree_all_raise_and_go_on(action: str, transport: str, four_ranks: Callable[[], Ranks]) -> None:
     ranks = four_ranks()
