@@ -34,6 +34,7 @@ def described(root: Path, card: str | None, port: str | None, width: str | None)
         ("16.0 GT/s PCIe", "16.0 GT/s PCIe", "4", 6.9),
         ("8.0 GT/s PCIe", None, "4", 3.4),
         ("16.0 GT/s PCIe", "Unknown", "16", 27.5),
+        ("32.0 GT/s PCIe", "2.5 GT/s PCIe", "16", 55),
         ("Unknown", "Unknown", "16", None),
         ("16.0 GT/s PCIe", "16.0 GT/s PCIe", "255", None),
         (None, None, None, None),

@@ -7,6 +7,9 @@ from pathlib import Path
 _SHARE = 0.86
 """What copies get of a link's bit rate: 55 of 64 GB/s on an H200."""
 
+_LEAST = 8.0
+"""Billions of transfers a second, PCIe 3: a virtual machine's ports may say less than they do."""
+
 
 def one_way_gbps(pci_address: str, root: Path = Path("/")) -> float | None:
     """What a GPU's link to its host carries one way, about; None: not known.
@@ -27,7 +30,7 @@ def _transfers(file: Path) -> float | None:
         found = float(file.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return None
-    return found if found >= 2.5 else None
+    return found if found >= _LEAST else None
 
 
 def _number(file: Path) -> int:
