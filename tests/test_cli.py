@@ -24,7 +24,7 @@ TINY = ("--ranks", "2", "--no-compile")
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    """The command, in a session of its own, as a terminal has it."""
+    """The command, in a session of its own, as a terminal has it: Ctrl-C counts, also where these tests ignore it (`nohup`)."""
     return subprocess.Popen(
         [sys.executable, "-m", "thunderep", *arguments],
         stdout=subprocess.PIPE,
@@ -32,6 +32,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
         env=os.environ | {"COLUMNS": "120"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -45,7 +46,11 @@ def start_training(out: Path) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    output, _ = process.communicate(timeout=180)
+    try:
+        output, _ = process.communicate(timeout=180)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
     return process.returncode, output
 
 
