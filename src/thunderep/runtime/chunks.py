@@ -13,7 +13,7 @@ from typing import NamedTuple
 ALIGNMENT = 256
 """Bytes that chunks and the sections in them start at a multiple of: what copy engines and vector loads like."""
 
-HOST_GRAIN = 32 << 10
+HOST_GRAIN = 64 << 10
 """`grain` of a CPU's copies."""
 
 _CHUNK_US = 9.5
