@@ -18,8 +18,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-import thunderep
-from bench.contenders import SHAPES, Inputs, Ours, Theirs, partial_results, verify
+from bench.contenders import SHAPES, Inputs, Ours, Theirs, chosen, partial_results, verify
 from bench.link import two_way_gbps
 from bench.measure import Timings, compare
 from bench.report import Row, machine_facts, place, print_tables, write_json, write_plot
@@ -41,17 +40,7 @@ def measure(name: str, tokens: int, device: Device, repeats: int) -> dict[str, T
     where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     inputs = Inputs.random(shape, tokens, dist.get_rank(), where)
     y = partial_results(inputs, shape)
-    buffers = {
-        transport: thunderep.Buffer(
-            num_experts=shape.num_experts,
-            hidden=shape.hidden,
-            topk=shape.topk,
-            max_tokens=tokens,
-            device=where,
-            transport=transport,
-        )
-        for transport in TRANSPORTS[device]
-    }
+    buffers = {transport: shape.buffer(transport, tokens, where) for transport in TRANSPORTS[device]}
     ours = [Ours(transport, inputs, y, shape, buffer) for transport, buffer in buffers.items()]
     for contender in ours:
         verify(contender, inputs, y, shape)
@@ -72,15 +61,13 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path("bench/results"),
 ) -> None:
     """Measure dispatch and combine beside torch.distributed; print a table, write JSON and a plot."""
-    unknown = sorted(set(shape or ()) - set(SHAPES))
-    if unknown:
-        raise typer.BadParameter(f"got {', '.join(unknown)}; expected {', '.join(SHAPES)}", param_hint="--shape")
+    shapes = chosen(shape)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     ranks = ranks or (torch.cuda.device_count() if device == "cuda" else 4)
     facts = machine_facts(device) | {"ranks": ranks, "repeats": repeats}
     rival = BACKENDS[device]
     rows, gbps = [], 0.0
-    points = [(name, count) for name in shape or SHAPES for count in sorted(tokens or TOKENS[device])]
+    points = [(name, count) for name in shapes for count in sorted(tokens or TOKENS[device])]
     with Ranks(ranks, rival) as processes:
         if device == "cuda":
             facts["two_way_gbps"] = gbps = processes.run(two_way_gbps)[0]

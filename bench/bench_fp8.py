@@ -23,7 +23,7 @@ from rich.table import Table
 import thunderep
 from bench import baseline
 from bench.bench_dispatch import BACKENDS, TRANSPORTS, Device
-from bench.contenders import SHAPES, Inputs, Shape
+from bench.contenders import SHAPES, Inputs, Shape, chosen
 from bench.measure import Timings, compare
 from bench.report import machine_facts, place
 from thunderep.testing.processes import Ranks
@@ -85,10 +85,7 @@ def measure(name: str, tokens: int, device: Device, repeats: int) -> dict[str, T
     expected = theirs.combine(theirs.dispatch())
     ways, buffers = [], []
     for transport in TRANSPORTS[device]:
-        buffer = thunderep.Buffer(
-            num_experts=shape.num_experts, hidden=shape.hidden, topk=shape.topk, max_tokens=tokens, device=where,
-            transport=transport,
-        )  # fmt: skip
+        buffer = shape.buffer(transport, tokens, where)
         buffers.append(buffer)
         for kind in ("bf16", "fp8"):
             way = Way(f"{transport} {kind}", inputs, shape, buffer, kind == "fp8")
@@ -110,14 +107,12 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("bench/results"),
 ) -> None:
     """Measure dispatch and permute with rows as fp8, as bfloat16 and by torch.distributed; print tables, write JSON."""
-    unknown = sorted(set(shape or ()) - set(SHAPES))
-    if unknown:
-        raise typer.BadParameter(f"got {', '.join(unknown)}; expected {', '.join(SHAPES)}", param_hint="--shape")
+    shapes = chosen(shape)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     ranks = ranks or (torch.cuda.device_count() if device == "cuda" else 4)
     console, rows = Console(), []
     with Ranks(ranks, BACKENDS[device]) as processes:
-        for name in shape or SHAPES:
+        for name in shapes:
             title = f"{name}, {ranks} ranks, {place(device)}: medians in microseconds; in brackets, times faster than bf16"
             table = Table("tokens", "", "dispatch", "permute", "both", title=title, title_justify="left")
             for count in sorted(tokens or TOKENS[device]):

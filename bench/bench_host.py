@@ -19,7 +19,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import thunderep
 from bench.bench_dispatch import TRANSPORTS
 from bench.contenders import SHAPES, Inputs, Ours, Theirs, partial_results
 from bench.measure import Contender
@@ -55,14 +54,7 @@ def measure(name: str, tokens: int, bursts: int) -> dict[str, tuple[float, float
     y = partial_results(inputs, shape)
     found = {"nccl": issue(Theirs("nccl", inputs, y), bursts)}
     for transport in TRANSPORTS["cuda"]:
-        with thunderep.Buffer(
-            num_experts=shape.num_experts,
-            hidden=shape.hidden,
-            topk=shape.topk,
-            max_tokens=tokens,
-            device=device,
-            transport=transport,
-        ) as buffer:
+        with shape.buffer(transport, tokens, device) as buffer:
             found[transport] = issue(Ours(transport, inputs, y, shape, buffer), bursts)
     return found
 

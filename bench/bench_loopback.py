@@ -18,9 +18,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import thunderep
 from bench import loopback
-from bench.contenders import SHAPES, Inputs, Ours
+from bench.contenders import SHAPES, Inputs, Ours, chosen
 from bench.link import two_way_gbps
 from bench.measure import Timings, compare
 from bench.report import machine_facts, place
@@ -34,14 +33,7 @@ def measure(name: str, tokens: int, repeats: int) -> dict[str, Timings]:
     inputs = Inputs.random(shape, tokens, 0, device)
     buffers, contenders = [], []
     for transport in ("dma", "direct", "auto"):
-        buffer = thunderep.Buffer(
-            num_experts=shape.num_experts,
-            hidden=shape.hidden,
-            topk=shape.topk,
-            max_tokens=tokens,
-            device=device,
-            transport=transport,
-        )
+        buffer = shape.buffer(transport, tokens, device)
         buffers.append(buffer)
         y = torch.randn(buffer.num_ranks * tokens, shape.hidden, device=device).bfloat16()
         contenders.append(Ours(transport, inputs, y, shape, buffer))
@@ -60,14 +52,12 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("bench/results"),
 ) -> None:
     """Measure one rank's side of dispatch and combine; print a table, write JSON."""
-    unknown = sorted(set(shape or ()) - set(SHAPES))
-    if unknown:
-        raise typer.BadParameter(f"got {', '.join(unknown)}; expected {', '.join(SHAPES)}", param_hint="--shape")
+    shapes = chosen(shape)
     if not torch.cuda.is_available():
         raise typer.BadParameter("needs a GPU")
     loopback.play(ranks)
     gbps, console, rows = two_way_gbps(), Console(), []
-    for name in shape or SHAPES:
+    for name in shapes:
         table = Table(title=f"{name}: {place('cuda')} plays {ranks} ranks, median us (/ link)")
         table.add_column("tokens", justify="right")
         for count in tokens or _TOKENS:

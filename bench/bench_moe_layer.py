@@ -27,7 +27,7 @@ from rich.table import Table
 
 import thunderep
 from bench import baseline
-from bench.contenders import SHAPES, Shape
+from bench.contenders import SHAPES, Shape, chosen
 from bench.measure import layer_times
 from bench.report import machine_facts, place
 from bench.timeline import draw
@@ -83,14 +83,7 @@ def layers(
     parts = (1, 2) if tokens > 1 else (1,)
     layer: ExpertParallel | None = None
     for transport in TRANSPORTS[device]:
-        buffer = thunderep.Buffer(
-            num_experts=shape.num_experts,
-            hidden=shape.hidden,
-            topk=shape.topk,
-            max_tokens=tokens,
-            device=where,
-            transport=transport,
-        )
+        buffer = shape.buffer(transport, tokens, where)
         stack.append(buffer)
         layer = ExpertParallel(buffer, intermediate) if layer is None else layer
         for overlap, fp8 in itertools.product(parts, (False, True)):
@@ -156,9 +149,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the picture.")] = Path("bench/results"),
 ) -> None:
     """Measure a whole layer beside torch.distributed; print a table, write JSON."""
-    unknown = sorted(set(shape or ()) - set(SHAPES))
-    if unknown:
-        raise typer.BadParameter(f"got {', '.join(unknown)}; expected {', '.join(SHAPES)}", param_hint="--shape")
+    shapes = chosen(shape)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     shared = device == "cuda" and torch.cuda.device_count() == 1
     ranks = ranks or (2 if device == "cpu" or shared else torch.cuda.device_count())
@@ -166,7 +157,7 @@ def main(
     console, rows = Console(), []
     out.mkdir(parents=True, exist_ok=True)
     with Ranks(ranks, backend, environment={SHARE: "1"} if shared else {}) as processes:
-        for name in shape or SHAPES:
+        for name in shapes:
             table = Table(title=f"{name}, {ranks} ranks, {place(device)}: us, and how many times faster than {backend}")
             for count in sorted(tokens or TOKENS[device]):
                 last = timeline and device == "cuda" and count == max(tokens or TOKENS[device])

@@ -20,7 +20,6 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import thunderep
 from bench import loopback
 from bench.contenders import SHAPES, Inputs, Ours, Theirs
 from bench.measure import StreamClock
@@ -80,14 +79,7 @@ def measure(transport: str, name: str, tokens: int, size: int, products: int, di
     y = torch.empty(0, device=device)
     if transport == "nccl":
         return _measure(Theirs("nccl", inputs, y), size, products, dispatches, repeats)
-    with thunderep.Buffer(
-        num_experts=shape.num_experts,
-        hidden=shape.hidden,
-        topk=shape.topk,
-        max_tokens=tokens,
-        device=device,
-        transport=transport,  # type: ignore[arg-type]
-    ) as buffer:
+    with shape.buffer(transport, tokens, device) as buffer:
         return _measure(Ours(transport, inputs, y, shape, buffer), size, products, dispatches, repeats)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import typer
 
 import thunderep
 from bench import baseline
@@ -19,12 +20,31 @@ class Shape(NamedTuple):
     num_experts: int
     topk: int
 
+    def buffer(self, transport: Any, tokens: int, device: torch.device) -> thunderep.Buffer:
+        """A Buffer for calls of up to so many tokens a rank."""
+        return thunderep.Buffer(
+            num_experts=self.num_experts,
+            hidden=self.hidden,
+            topk=self.topk,
+            max_tokens=tokens,
+            device=device,
+            transport=transport,
+        )
+
 
 SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 128, 8),
     "gpt-oss-120b": Shape(2880, 128, 4),
     "glm-4.5-air": Shape(4096, 128, 8),
 }
+
+
+def chosen(names: Sequence[str] | None) -> list[str]:
+    """The shapes that `--shape` names, all if it names none; raises what typer shows to users for others."""
+    unknown = sorted(set(names or ()) - set(SHAPES))
+    if unknown:
+        raise typer.BadParameter(f"got {', '.join(unknown)}; expected {', '.join(SHAPES)}", param_hint="--shape")
+    return list(names or SHAPES)
 
 
 class Inputs(NamedTuple):

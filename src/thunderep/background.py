@@ -134,6 +134,7 @@ class SideStream:
         caller = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(caller)
         if self._caller not in (None, caller) and not torch.cuda.is_current_stream_capturing():
+            # An earlier caller may still read what this operation will be given: memory that was freed to the side stream.
             self._stream.wait_stream(self._caller)
         self._caller = caller
         with torch.cuda.stream(self._stream):

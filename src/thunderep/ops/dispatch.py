@@ -96,21 +96,7 @@ def run(
     after: torch.Tensor | None = None,
 ) -> _Outputs:
     """What the operator does."""
-    owner = lookup(buffer)
-    call = checked(owner, x, topk_idx, topk_weights, num_experts, max_tokens, x_scales, False)
-    _check_ids(topk_idx, num_experts)
-    with owner.operation() as transport:
-        direct = kernels(owner, transport, call)
-        if direct is not None:
-            return direct.dispatch(x, topk_idx, topk_weights, x_scales, call.max_tokens)
-        if transport.routing is not None:
-            recv_x = x.new_empty(owner.num_ranks * call.max_tokens, x.shape[1])
-            with transport.dispatch(call, [x.contiguous()], [recv_x]) as moved:
-                routing = kernels_in(owner, transport.routing)
-                received = routing.exchange_routing(topk_idx, topk_weights, x_scales, call.max_tokens)
-                moved.own()
-            return recv_x, *received
-        return _move(owner, transport, call, x, topk_idx, topk_weights, x_scales).run()  # type: ignore[no-any-return]
+    return begin(x, topk_idx, topk_weights, num_experts, buffer, max_tokens, x_scales, async_op=False).run()  # type: ignore[no-any-return]
 
 
 def begin(
@@ -121,16 +107,24 @@ def begin(
     buffer: str,
     max_tokens: int,
     x_scales: torch.Tensor | None,
+    async_op: bool = True,
 ) -> Rest:
-    """What of it moves data, and what is left; where copy engines move rows they move all, and SMs nothing."""
+    """What of it moves data, and what is left."""
     owner = lookup(buffer)
-    call = checked(owner, x, topk_idx, topk_weights, num_experts, max_tokens, x_scales, True)
+    call = checked(owner, x, topk_idx, topk_weights, num_experts, max_tokens, x_scales, async_op)
     _check_ids(topk_idx, num_experts)
     with owner.operation() as transport:
         direct = kernels(owner, transport, call)
         if direct is not None:
             return Rest.of(*direct.dispatch(x, topk_idx, topk_weights, x_scales, call.max_tokens))
-        return _move(owner, transport, call, x, topk_idx, topk_weights, x_scales)
+        if transport.routing is None or async_op:  # beside other work kernels would wait for SMs
+            return _move(owner, transport, call, x, topk_idx, topk_weights, x_scales)
+        recv_x = x.new_empty(owner.num_ranks * call.max_tokens, x.shape[1])
+        with transport.dispatch(call, [x.contiguous()], [recv_x]) as moved:
+            routing = kernels_in(owner, transport.routing)
+            received = routing.exchange_routing(topk_idx, topk_weights, x_scales, call.max_tokens)
+            moved.own()
+        return Rest.of(recv_x, *received)
 
 
 def _check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:

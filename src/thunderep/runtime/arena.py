@@ -46,7 +46,6 @@ CONTROL_PROBE = 128
 """Offset of a word to try things on."""
 CONTROL_LANES = 512
 """Offset of a word for each lane of a GPU's operation: 1 while it is under way."""
-MAX_LANES = 128
 CONTROL_RECORDS = 1024
 """Offset of the rank's `RECORDS` records of `RECORD_BYTES` each, used in turn (see `records`)."""
 RECORDS = 16

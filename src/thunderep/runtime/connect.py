@@ -98,7 +98,8 @@ def _through_memory(
     wish: Wish, meeting: Rendezvous, pids: Sequence[int], thresholds: Thresholds, gpus: Sequence[Mapping[str, Any]]
 ) -> Transport:
     grain = gpu_grain(min((gpu["gbps"] for gpu in gpus if gpu.get("gbps")), default=_UNKNOWN_GBPS))
-    rank, layout = meeting.rank, wish.shape._replace(grain=grain).layout(wish.transport, wish.staging_bytes, thresholds)
+    shape = wish.shape if wish.transport == "shm" else wish.shape._replace(grain=grain)
+    rank, layout = meeting.rank, shape.layout(wish.transport, wish.staging_bytes, thresholds)
     segment = share_segment(meeting, layout.nbytes)
     window = layout.window_bytes // layout.num_ranks
     _log.info("%s: staging of %d bytes a rank for copies, %d for kernels", wish.transport, layout.staging.nbytes, window)

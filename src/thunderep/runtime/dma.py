@@ -1,4 +1,4 @@
-"""Moves rows by `dma`: executes schedules with copy engines and stream memory operations; no SM moves a byte.
+"""Moves rows by `dma`: executes schedules with copy engines and stream memory operations; no SM moves what travels.
 
 Each lane that sends or receives has a stream of its own, forked from the caller's and joined to it before the call returns,
 so results and inputs are safe in stream order as with any PyTorch operator, eager or captured. What stays on this GPU is
@@ -64,7 +64,7 @@ class CopyEngines:
     def state(self) -> bytes:
         """What changes as long as operations get on; empty while none is under way."""
         start = self._layout.control(self._rank, arena.CONTROL_LANES)
-        lanes = self._segment.bytes[start : start + 4 * arena.MAX_LANES]
+        lanes = self._segment.bytes[start : start + 4 * len(self._streams)]
         return lanes + self._segment.bytes[self._layout.flags] if any(lanes) else b""
 
     def release(self) -> None:

@@ -18,10 +18,17 @@ def one_way_gbps(pci_address: str, root: Path = Path("/")) -> float | None:
     """
     card = (root / "sys/bus/pci/devices" / pci_address).resolve()
     speeds = [speed for folder in (card, card.parent) if (speed := _transfers(folder / "max_link_speed"))]
-    lanes = _number(card / "current_link_width")
-    if not speeds or lanes not in (1, 2, 4, 8, 12, 16):
+    width = lanes(card / "current_link_width")
+    return None if not speeds or width is None else _SHARE * min(speeds) * width / 8
+
+
+def lanes(file: Path) -> int | None:
+    """A width as the kernel has it; None: not known, for which 255 stands too."""
+    try:
+        found = int(file.read_text())
+    except (OSError, ValueError):
         return None
-    return _SHARE * min(speeds) * lanes / 8
+    return found if 0 < found <= 32 else None
 
 
 def _transfers(file: Path) -> float | None:
@@ -31,10 +38,3 @@ def _transfers(file: Path) -> float | None:
     except (OSError, ValueError, IndexError):
         return None
     return found if found >= _LEAST else None
-
-
-def _number(file: Path) -> int:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return 0

@@ -28,7 +28,7 @@ class Shape(NamedTuple):
         topk: K.
         max_tokens: Tokens per rank that a call may have at most.
         itemsize: Bytes of the widest payload element.
-        grain: How finely copy engines cut, see `chunks.in_turn`.
+        grain: How finely copy engines cut, see `chunks.in_turn`; 1, into as many chunks as there are slots.
     """
 
     num_ranks: int
@@ -68,14 +68,14 @@ class Shape(NamedTuple):
             thresholds: Which calls kernels move in "auto".
         """
         if transport in ("shm", "dma"):
-            ring = self._ring(transport == "dma") if staging_bytes is None else staging_bytes
+            ring = self._ring() if staging_bytes is None else staging_bytes
             return self._layout(ring, self._routing().nbytes if transport == "dma" else 0)
         if transport == "direct":
             nbytes = MAX_DEFAULT_STAGING if staging_bytes is None else staging_bytes
             return self._layout(self._least_ring, min(self._window(self.max_tokens), self.num_ranks * nbytes))
         window = self._share(self._window(min(self.max_tokens, max(1, max(thresholds[:2]) // self.row_bytes))))
         routing = self._share(self._routing().nbytes)
-        ring = self._ring(True)
+        ring = self._ring()
         nbytes = min(ring + window, MAX_DEFAULT_STAGING) if staging_bytes is None else staging_bytes
         if ring + window > nbytes:
             window = max(self._share(self._region(1)), min(window, nbytes // 2))
@@ -101,27 +101,20 @@ class Shape(NamedTuple):
         """A rank's share of a window, in bytes."""
         return -(-nbytes // self.num_ranks)
 
-    def _ring(self, gpu: bool) -> int:
-        """Bytes of a ring of which either half holds a call of `max_tokens`, be it a dispatch or combine; at most 256 MiB.
-
-        Copy engines like chunks to be few, so for a `gpu` slots are as large as the largest chunks.
-        """
+    def _ring(self) -> int:
+        """Bytes of a ring of which either half holds a call of `max_tokens`, be it a dispatch or combine; at most 256 MiB."""
         row = self.hidden * self.itemsize
         scales = -(-self.hidden // 128) * 4
         dispatch = self.max_tokens * (row + self.topk * 12 + scales) + 4 * ALIGNMENT
         combine = self.max_tokens * self.row_bytes + 2 * ALIGNMENT
         half = Staging.slots_for(self.num_ranks) // 2
-        chunks_per_peer = half // max(1, self.num_ranks - 1)
-        if gpu:
-            half = min(half, chunk_count(dispatch, self.grain))
-            chunks_per_peer = min(chunks_per_peer, chunk_count(combine, self.grain))
-        slot = max(-(-dispatch // half), -(-combine // chunks_per_peer), MIN_SLOT_BYTES) + ALIGNMENT
+        chunks = min(half, chunk_count(dispatch, self.grain))
+        chunks_per_peer = min(half // max(1, self.num_ranks - 1), chunk_count(combine, self.grain))
+        slot = max(-(-dispatch // chunks), -(-combine // chunks_per_peer), MIN_SLOT_BYTES) + ALIGNMENT
         return min(Staging.slots_for(self.num_ranks) * slot, MAX_DEFAULT_STAGING)
 
 
 def parts_of(layout: arena.Layout, rank: int) -> list[tuple[int, int]]:
     """Where what a rank writes for its peers lies: offsets in the segment, and how many bytes."""
     ring = (layout.slots(rank), layout.staging.nbytes)
-    if not layout.window_bytes:
-        return [ring]
     return [ring] + [(layout.window + at, n) for at, n in Region(layout.num_ranks, layout.window_bytes).parts(rank)]

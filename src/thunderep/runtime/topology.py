@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from thunderep.runtime import arena, cuda, numa
+from thunderep.runtime import arena, cuda, numa, pcie
 from thunderep.runtime.nvml import Link, Nvml
 from thunderep.runtime.trial import Trial, run
 
@@ -170,7 +170,7 @@ def _gpu(device: cuda.Device, link: Link | None, trial: Trial, root: Path) -> Gp
     folder = root / "sys/bus/pci/devices" / device.pci_address
     above = folder.resolve().parents  # a device's folder lies in that of the port above it
     if link is not None:
-        card, slot = _width(folder) or 0, _width(above[0])
+        card, slot = pcie.lanes(folder / "max_link_width") or 0, pcie.lanes(above[0] / "max_link_width")
         link = replace(link, card_width=max(link.card_width, card), slot_width=slot)
     iommu = _text(folder / "iommu_group/type") or None
     with contextlib.suppress(OSError):
@@ -178,12 +178,6 @@ def _gpu(device: cuda.Device, link: Link | None, trial: Trial, root: Path) -> Gp
     redirects = [_acs_redirect(port / "config") for port in above if port.name.count(":") == 2]
     redirect = True if True in redirects else False if False in redirects else None
     return Gpu(device, link, numa.node_of(device.pci_address, root), iommu, redirect, trial)
-
-
-def _width(folder: Path) -> int | None:
-    """The lanes that a PCI device or port has."""
-    width = _number(folder / "max_link_width")
-    return width if width and width <= 32 else None  # 255 stands for unknown
 
 
 def _acs_redirect(config: Path) -> bool | None:
