@@ -21,7 +21,7 @@ from rich.progress import track
 from bench.contenders import SHAPES, Inputs, Ours, Theirs, chosen, partial_results, verify
 from bench.link import two_way_gbps
 from bench.measure import Timings, compare
-from bench.report import Row, machine_facts, place, print_tables, write_json, write_plot
+from bench.report import RANKS, Row, default_ranks, machine_facts, place, print_tables, write_json, write_plot
 from thunderep.testing.processes import Ranks
 
 Device = Literal["cpu", "cuda"]
@@ -55,7 +55,7 @@ def main(
     tokens: Annotated[
         list[int] | None, typer.Option(min=1, help="Per rank, repeatable; if left out, 1 to 512 on CPU, 1 to 4096 on CUDA.")
     ] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes; if left out, 4 on CPU and one a GPU on CUDA.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help=RANKS)] = None,
     device: Annotated[Device | None, typer.Option(help="If left out, CUDA where there is a GPU.")] = None,
     repeats: Annotated[int, typer.Option(min=2, help="Samples of each contender.")] = 15,
     out: Annotated[Path, typer.Option(help="Folder for the JSON and the plot.")] = Path("bench/results"),
@@ -63,8 +63,8 @@ def main(
     """Measure dispatch and combine beside torch.distributed; print a table, write JSON and a plot."""
     shapes = chosen(shape)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    ranks = ranks or (torch.cuda.device_count() if device == "cuda" else 4)
-    facts = machine_facts(device) | {"ranks": ranks, "repeats": repeats}
+    ranks = ranks or default_ranks(device)
+    facts = machine_facts(device, ranks) | {"repeats": repeats}
     rival = BACKENDS[device]
     rows, gbps = [], 0.0
     points = [(name, count) for name in shapes for count in sorted(tokens or TOKENS[device])]
@@ -78,7 +78,7 @@ def main(
                 Row(name, count, transport, rival, timings[transport], timings[rival], link_us)
                 for transport in TRANSPORTS[device]
             ]
-    title = f"dispatch and combine, {ranks} ranks, {place(device)}"
+    title = f"dispatch and combine, {place(device, ranks)}"
     print_tables(Console(), rows, title)
     out.mkdir(parents=True, exist_ok=True)
     stem = out / f"dispatch-{device}-{ranks}-ranks"

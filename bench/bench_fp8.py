@@ -25,7 +25,7 @@ from bench import baseline
 from bench.bench_dispatch import BACKENDS, TRANSPORTS, Device
 from bench.contenders import SHAPES, Inputs, Shape, chosen
 from bench.measure import Timings, compare
-from bench.report import machine_facts, place
+from bench.report import RANKS, default_ranks, machine_facts, place
 from thunderep.testing.processes import Ranks
 
 TOKENS: dict[Device, tuple[int, ...]] = {"cpu": (64, 512), "cuda": (16, 256, 1024, 2048, 4096)}
@@ -101,7 +101,7 @@ def measure(name: str, tokens: int, device: Device, repeats: int) -> dict[str, T
 def main(
     shape: Annotated[list[str] | None, typer.Option(help=f"Repeatable; all if left out: {', '.join(SHAPES)}.")] = None,
     tokens: Annotated[list[int] | None, typer.Option(min=1, help="Per rank, repeatable.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes; if left out, 4 on CPU and one a GPU on CUDA.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help=RANKS)] = None,
     device: Annotated[Device | None, typer.Option(help="If left out, CUDA where there is a GPU.")] = None,
     repeats: Annotated[int, typer.Option(min=2, help="Samples of each contender.")] = 15,
     out: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("bench/results"),
@@ -109,11 +109,11 @@ def main(
     """Measure dispatch and permute with rows as fp8, as bfloat16 and by torch.distributed; print tables, write JSON."""
     shapes = chosen(shape)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    ranks = ranks or (torch.cuda.device_count() if device == "cuda" else 4)
+    ranks = ranks or default_ranks(device)
     console, rows = Console(), []
     with Ranks(ranks, BACKENDS[device]) as processes:
         for name in shapes:
-            title = f"{name}, {ranks} ranks, {place(device)}: medians in microseconds; in brackets, times faster than bf16"
+            title = f"{name}, {place(device, ranks)}: medians in microseconds; in brackets, times faster than bf16"
             table = Table("tokens", "", "dispatch", "permute", "both", title=title, title_justify="left")
             for count in sorted(tokens or TOKENS[device]):
                 timings = processes.run(measure, name, count, device, repeats, timeout=600)[0]
@@ -124,7 +124,7 @@ def main(
             console.print(table)
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"fp8-{device}-{ranks}-ranks.json"
-    facts = machine_facts(device) | {"ranks": ranks, "repeats": repeats}
+    facts = machine_facts(device, ranks) | {"repeats": repeats}
     path.write_text(json.dumps({"facts": facts, "unit": "microseconds", "rows": rows}, indent=1) + "\n")
     console.print(f"wrote {path}")
 

@@ -2,7 +2,7 @@
 
     python -m bench.bench_host --tokens 64
 
-What the device then takes is not waited for, but for a pause between bursts. Needs a GPU a rank.
+What the device then takes is not waited for, but for a pause between bursts. On one GPU two ranks share it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.table import Table
 from bench.bench_dispatch import TRANSPORTS
 from bench.contenders import SHAPES, Inputs, Ours, Theirs, partial_results
 from bench.measure import Contender
-from bench.report import machine_facts
+from bench.report import default_ranks, machine_facts
 from thunderep.testing.processes import Ranks
 
 _BURST = 10
@@ -68,8 +68,8 @@ def main(
     """Measure what eager calls cost the host, in inference mode."""
     if shape not in SHAPES:
         raise typer.BadParameter(f"got {shape}; expected {', '.join(SHAPES)}", param_hint="--shape")
-    ranks = torch.cuda.device_count()
-    if ranks < 1:
+    ranks = default_ranks("cuda")
+    if not torch.cuda.is_available():
         raise typer.BadParameter("needs a GPU: on a CPU an operation is the host's time")
     with Ranks(ranks, "nccl") as processes:
         found = processes.run(measure, shape, tokens, bursts, timeout=300)[0]
@@ -80,7 +80,7 @@ def main(
     Console().print(table)
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"host-{ranks}-ranks.json"
-    facts = machine_facts("cuda") | {"ranks": ranks, "shape": shape, "tokens": tokens}
+    facts = machine_facts("cuda", ranks) | {"shape": shape, "tokens": tokens}
     path.write_text(json.dumps({"facts": facts, "unit": "microseconds", "over": found}, indent=1) + "\n")
     Console().print(f"wrote {path}")
 

@@ -22,7 +22,7 @@ from bench import loopback
 from bench.contenders import SHAPES, Inputs, Ours, chosen
 from bench.link import two_way_gbps
 from bench.measure import Timings, compare
-from bench.report import machine_facts, place
+from bench.report import machine_facts
 
 _TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -58,7 +58,7 @@ def main(
     loopback.play(ranks)
     gbps, console, rows = two_way_gbps(), Console(), []
     for name in shapes:
-        table = Table(title=f"{name}: {place('cuda')} plays {ranks} ranks, median us (/ link)")
+        table = Table(title=f"{name}: {torch.cuda.get_device_name()} plays {ranks} ranks, median us (/ link)")
         table.add_column("tokens", justify="right")
         for count in tokens or _TOKENS:
             link_us = (ranks - 1) * count * SHAPES[name].hidden * 2 / gbps / 1e3
@@ -75,7 +75,7 @@ def main(
         console.print(table)
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"loopback-{ranks}-ranks.json"
-    facts = machine_facts("cuda") | {"ranks played by one GPU": ranks, "repeats": repeats, "two_way_gbps": gbps}
+    facts = machine_facts("cuda", ranks) | {"one GPU plays all": True, "repeats": repeats, "two_way_gbps": gbps}
     path.write_text(json.dumps({"facts": facts, "unit": "microseconds", "rows": rows}, indent=1) + "\n")
     console.print(f"wrote {path}")
 

@@ -4,8 +4,7 @@
     python -m bench.bench_moe_layer --shape qwen3-30b-a3b --tokens 1 --tokens 64 --layers 48 --intermediate 64  # a decode step
 
 Ours with every option; torch.distributed (NCCL, gloo) one operation after another, and in halves that overlap; and the layer
-without communication, on rows that came before: what is above that is exposed communication. On CUDA graphs are replayed. With
-one GPU two ranks share it (`THUNDEREP_SHARE_GPU=1`), and there is no NCCL.
+without communication, on rows that came before: what is above that is exposed communication. On CUDA graphs are replayed.
 """
 
 from __future__ import annotations
@@ -27,15 +26,14 @@ from rich.table import Table
 
 import thunderep
 from bench import baseline
+from bench.bench_dispatch import BACKENDS, Device
 from bench.contenders import SHAPES, Shape, chosen
 from bench.measure import layer_times
-from bench.report import machine_facts, place
+from bench.report import RANKS, default_ranks, machine_facts, place
 from bench.timeline import draw
 from thunderep.nn import ExpertParallel
-from thunderep.runtime.gpu import SHARE
 from thunderep.testing.processes import Ranks
 
-Device = Literal["cpu", "cuda"]
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
 INTERMEDIATE = {"qwen3-30b-a3b": 768, "gpt-oss-120b": 2880, "glm-4.5-air": 1408}
@@ -72,9 +70,7 @@ def gathered(layer: ExpertParallel, x: torch.Tensor, routing: tuple[torch.Tensor
     return torch.cat([wait() for wait in combined])
 
 
-def layers(
-    name: str, tokens: int, device: Device, intermediate: int, compare: bool, stack: list[thunderep.Buffer]
-) -> dict[str, Layer]:
+def layers(name: str, tokens: int, device: Device, intermediate: int, stack: list[thunderep.Buffer]) -> dict[str, Layer]:
     """Every way through the layer, by name, with one set of experts. Buffers that are made go onto `stack`."""
     shape = SHAPES[name]
     where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
@@ -92,7 +88,7 @@ def layers(
             label = transport + (", overlapped" if overlap > 1 else "") + (", fp8" if fp8 else "")
             found[label] = lambda x, twin=twin: twin(x, *router(x))  # type: ignore[misc]
     assert layer is not None
-    for cut in parts if compare else ():
+    for cut in parts:
         label = f"{dist.get_backend()}, overlapped" if cut > 1 else dist.get_backend()
         found[label] = lambda x, cut=cut: gathered(layer, x, router(x), cut)  # type: ignore[misc]
     x = inputs(shape, tokens, where)
@@ -113,14 +109,14 @@ def inputs(shape: Shape, tokens: int, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def measure(
-    name: str, tokens: int, device: Device, intermediate: int, depth: int, compare: bool, repeats: int, timeline: str | None
+    name: str, tokens: int, device: Device, intermediate: int, depth: int, repeats: int, timeline: str | None
 ) -> dict[str, float]:
     """In every rank: microseconds of each layer, the median; the slowest rank's."""
     where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
     x = inputs(SHAPES[name], tokens, where)
     buffers: list[thunderep.Buffer] = []
     try:
-        found = layers(name, tokens, device, intermediate, compare, buffers)
+        found = layers(name, tokens, device, intermediate, buffers)
         results = {label: layer(x) for label, layer in found.items() if label != "no communication"}
         expected = next(iter(results.values()))
         for result in results.values():
@@ -140,7 +136,7 @@ def measure(
 def main(
     shape: Annotated[list[str] | None, typer.Option(help=f"Repeatable; all if left out: {', '.join(SHAPES)}.")] = None,
     tokens: Annotated[list[int] | None, typer.Option(min=1, help="Per rank, repeatable.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=1, help="Processes; if left out, 2 on CPU and one a GPU on CUDA.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help=RANKS)] = None,
     device: Annotated[Device | None, typer.Option(help="If left out, CUDA where there is a GPU.")] = None,
     depth: Annotated[int, typer.Option("--layers", min=1, help="In a row, in each CUDA graph.")] = 4,
     intermediate: Annotated[int | None, typer.Option(min=1, help="Inner size of an expert; if left out, the model's.")] = None,
@@ -151,29 +147,26 @@ def main(
     """Measure a whole layer beside torch.distributed; print a table, write JSON."""
     shapes = chosen(shape)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    shared = device == "cuda" and torch.cuda.device_count() == 1
-    ranks = ranks or (2 if device == "cpu" or shared else torch.cuda.device_count())
-    backend = "nccl" if device == "cuda" and not shared else "gloo"
+    ranks, backend = ranks or default_ranks(device), BACKENDS[device]
     console, rows = Console(), []
     out.mkdir(parents=True, exist_ok=True)
-    with Ranks(ranks, backend, environment={SHARE: "1"} if shared else {}) as processes:
+    with Ranks(ranks, backend) as processes:
         for name in shapes:
-            table = Table(title=f"{name}, {ranks} ranks, {place(device)}: us, and how many times faster than {backend}")
+            table = Table(title=f"{name}, {place(device, ranks)}: us, and how many times faster than {backend}")
             for count in sorted(tokens or TOKENS[device]):
                 last = timeline and device == "cuda" and count == max(tokens or TOKENS[device])
                 picture = str(out / f"layer-{name}-{count}.png") if last else None
                 inner = intermediate or INTERMEDIATE[name]
-                arguments = (name, count, device, inner, depth, not shared, repeats, picture)
+                arguments = (name, count, device, inner, depth, repeats, picture)
                 times = processes.run(measure, *arguments, timeout=600)[0]
                 if not table.columns:
                     for column in ("tokens", *times):
                         table.add_column(column)
-                rival = times.get(backend)
-                cells = [f"{t:,.0f}" + (f" ({rival / t:.2f})" if rival else "") for t in times.values()]
+                cells = [f"{t:,.0f} ({times[backend] / t:.2f})" for t in times.values()]
                 table.add_row(str(count), *cells)
                 rows.append({"shape": name, "tokens": count, "intermediate": inner, "us": times})
             console.print(table)
-    facts = machine_facts(device) | {"ranks": ranks, "share one GPU": shared, "repeats": repeats, "layers": depth}
+    facts = machine_facts(device, ranks) | {"repeats": repeats, "layers": depth}
     path = out / f"moe-layer-{device}-{ranks}-ranks.json"
     path.write_text(json.dumps({"facts": facts, "unit": "microseconds", "rows": rows}, indent=1) + "\n")
     console.print(f"wrote {path}")

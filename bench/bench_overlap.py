@@ -3,7 +3,8 @@
     python -m bench.bench_overlap --tokens 4096 --size 8192
 
 Before each product some dispatches are started with async_op=True, after it they are waited for, as a layer does; over each
-transport, and over NCCL. Needs GPUs; one alone plays two ranks (see `bench.loopback`), and there is no NCCL beside it.
+transport, and over NCCL. Needs GPUs. One alone plays two ranks (see `bench.loopback`), and there is no NCCL beside it, unless
+`--ranks` is given: then so many processes share it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rich.table import Table
 from bench import loopback
 from bench.contenders import SHAPES, Inputs, Ours, Theirs
 from bench.measure import StreamClock
-from bench.report import machine_facts
+from bench.report import default_ranks, machine_facts
 from thunderep.testing.processes import Ranks
 
 
@@ -103,6 +104,7 @@ def main(
     size: Annotated[int, typer.Option(min=16, help="Of the square bf16 matrices.")] = 8192,
     products: Annotated[int, typer.Option(min=1)] = 20,
     dispatches: Annotated[int, typer.Option(min=1, help="Beside each product.")] = 2,
+    ranks: Annotated[int | None, typer.Option(min=2, help="Processes; if left out, one a GPU.")] = None,
     repeats: Annotated[int, typer.Option(min=2, help="Samples of each.")] = 7,
     out: Annotated[Path, typer.Option(help="Folder for the JSON.")] = Path("bench/results"),
 ) -> None:
@@ -111,15 +113,16 @@ def main(
         raise typer.BadParameter(f"got {shape}; expected {', '.join(SHAPES)}", param_hint="--shape")
     if not torch.cuda.is_available():
         raise typer.BadParameter("needs a GPU: on a CPU there is nothing beside which to compute")
-    gpus = torch.cuda.device_count()
+    alone = ranks is None and torch.cuda.device_count() == 1
+    ranks = ranks or default_ranks("cuda")
     table = Table("over", "products slowed by", "all done / longer alone", "products", "dispatches")
     found = {}
-    if gpus == 1:
-        loopback.play(2)
-    with contextlib.nullcontext() if gpus == 1 else Ranks(gpus, "nccl") as ranks:
-        for transport in ("dma", "direct") if ranks is None else ("dma", "direct", "nccl"):
-            arguments = transport, shape, tokens, size, products, dispatches, repeats
-            overlap: Overlap = measure(*arguments) if ranks is None else ranks.run(measure, *arguments, timeout=300)[0]
+    if alone:
+        loopback.play(ranks)
+    with contextlib.nullcontext() if alone else Ranks(ranks, "nccl") as processes:
+        for transport in ("dma", "direct") if processes is None else ("dma", "direct", "nccl"):
+            job = transport, shape, tokens, size, products, dispatches, repeats
+            overlap: Overlap = measure(*job) if processes is None else processes.run(measure, *job, timeout=300)[0]
             found[transport] = overlap._asdict() | {"slowdown": overlap.slowdown, "over_longer": overlap.over_longer}
             table.add_row(
                 transport,
@@ -129,9 +132,9 @@ def main(
                 f"{overlap.communication:.1f} ms",
             )
     Console().print(table)
-    facts = machine_facts("cuda") | {"ranks": max(2, gpus), "one GPU plays all": gpus == 1, "shape": shape, "tokens": tokens}
+    facts = machine_facts("cuda", ranks) | {"one GPU plays all": alone, "shape": shape, "tokens": tokens}
     out.mkdir(parents=True, exist_ok=True)
-    path = out / f"overlap-{facts['ranks']}-ranks.json"
+    path = out / f"overlap-{ranks}-ranks.json"
     path.write_text(json.dumps({"facts": facts, "over": found}, indent=1))
     Console().print(f"wrote {path}")
 

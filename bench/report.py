@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.measure import Timings
+from thunderep.runtime.topology import nccl_version
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,15 @@ class Row:
         return asdict(self) | times | {"ratio": ratios}
 
 
-def machine_facts(device: str) -> dict[str, object]:
+RANKS = "Processes; if left out, 4 on CPU, one a GPU on CUDA. Where there are fewer GPUs than ranks, they are shared."
+
+
+def default_ranks(device: str) -> int:
+    """Ranks that a benchmark runs unless it is told how many; on one GPU two share it."""
+    return max(2, torch.cuda.device_count()) if device == "cuda" else 4
+
+
+def machine_facts(device: str, ranks: int) -> dict[str, object]:
     """What the figures depend on."""
     facts: dict[str, object] = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -59,20 +68,22 @@ def machine_facts(device: str) -> dict[str, object]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "ranks": ranks,
     }
     if device == "cuda":
         facts["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         facts["cuda"] = torch.version.cuda
-        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["nccl"] = ".".join(map(str, nccl_version()))
         facts["environment"] = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
     return facts
 
 
-def place(device: str) -> str:
-    """The hardware in a few words."""
+def place(device: str, ranks: int) -> str:
+    """Ranks and hardware in a few words."""
     if device == "cuda":
-        return torch.cuda.get_device_name()
-    return f"{_cpu_model()}, {len(os.sched_getaffinity(0))} cores"
+        gpus = torch.cuda.device_count()
+        return f"{ranks} ranks{f' that share {gpus}' if ranks > gpus else ','} {torch.cuda.get_device_name()}"
+    return f"{ranks} ranks, {_cpu_model()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def _cpu_model() -> str:

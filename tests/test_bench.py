@@ -84,7 +84,7 @@ def layer_of_a_small_model() -> dict[str, float]:
     from bench import bench_moe_layer, contenders
 
     contenders.SHAPES["small"] = contenders.Shape(hidden=64, num_experts=8, topk=2)
-    return bench_moe_layer.measure("small", 6, "cpu", 32, 1, True, 2, None)
+    return bench_moe_layer.measure("small", 6, "cpu", 32, 1, 2, None)
 
 
 def test_every_way_through_a_layer_gives_the_same_and_is_timed() -> None:

@@ -213,11 +213,22 @@ def _memory(root: Path, total: int, locked_limit: int) -> Memory:
     return Memory(total, arena.available_memory(root), locked_limit, size, free, arena.supports_memfd())
 
 
+def nccl_version() -> tuple[int, ...]:
+    """Of the library that is loaded, which need not be the one that PyTorch was built with; () without NCCL."""
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return ()
+    code = ctypes.c_int()
+    try:
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(code))
+    except OSError:  # it is part of PyTorch's own library
+        return tuple(torch.cuda.nccl.version())
+    return code.value // 10000, code.value // 100 % 100, code.value % 100
+
+
 def _versions(driver: str | None) -> Versions:
     driver_cuda, binding_cuda = (f"{v // 1000}.{v % 1000 // 10}" if v else None for v in cuda.versions())
-    nccl = triton = None
-    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    triton = None
+    nccl = ".".join(map(str, nccl_version())) or None
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         triton = importlib.metadata.version("triton")
     return Versions(driver, driver_cuda, binding_cuda, torch.__version__, torch.version.cuda, nccl, triton)

@@ -42,8 +42,8 @@ class Ranks:
 
     Args:
         num_ranks: N.
-        backend: torch.distributed's back end. With "nccl" each rank has a GPU; where there are too few, ranks share them, and
-            NCCL goes through sockets: right, but slow.
+        backend: torch.distributed's back end. With "nccl" each rank has a GPU; where there are too few, ranks share them, which
+            is slow unless CUDA's Multi-Process Service runs. NCCL before 2.30 then goes through sockets.
         threads: torch's threads in each process.
         environment: More environment variables for the processes.
     """
@@ -156,12 +156,19 @@ class Ranks:
 
 
 def gpu_of(rank: int, num_ranks: int) -> int:
-    """The ordinal of a rank's GPU. Where there are too few, ranks share them, and this one's NCCL is told to bear that."""
+    """The ordinal of a rank's GPU. Where there are too few, ranks share them, and this one is told to bear that."""
     import torch
 
+    from thunderep.runtime.gpu import SHARE
+    from thunderep.runtime.topology import nccl_version
+
     gpus = torch.cuda.device_count()
-    if num_ranks > gpus:  # NCCL takes no two ranks on one GPU, unless it believes that they are on different hosts
-        os.environ["NCCL_HOSTID"] = f"rank {rank}"
+    if num_ranks > gpus:
+        os.environ.setdefault(SHARE, "1")
+        if nccl_version() >= (2, 30):
+            os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+        else:  # it takes no two ranks on one GPU, unless it believes that they are on different hosts
+            os.environ["NCCL_HOSTID"] = f"rank {rank}"
     return rank % gpus
 
 
