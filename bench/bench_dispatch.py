@@ -21,7 +21,17 @@ from rich.progress import track
 from bench.contenders import SHAPES, Inputs, Ours, Theirs, chosen, partial_results, verify
 from bench.link import two_way_gbps
 from bench.measure import Timings, compare
-from bench.report import RANKS, Row, default_ranks, machine_facts, place, print_tables, write_json, write_plot
+from bench.report import (
+    RANKS,
+    Row,
+    default_ranks,
+    machine_facts,
+    place,
+    print_tables,
+    warn_if_shared,
+    write_json,
+    write_plot,
+)
 from thunderep.testing.processes import Ranks
 
 Device = Literal["cpu", "cuda"]
@@ -80,6 +90,7 @@ def main(
             ]
     title = f"dispatch and combine, {place(device, ranks)}"
     print_tables(Console(), rows, title)
+    warn_if_shared(Console(), device, ranks)
     out.mkdir(parents=True, exist_ok=True)
     stem = out / f"dispatch-{device}-{ranks}-ranks"
     write_json(stem.with_suffix(".json"), rows, facts)

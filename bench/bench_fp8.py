@@ -25,7 +25,7 @@ from bench import baseline
 from bench.bench_dispatch import BACKENDS, TRANSPORTS, Device
 from bench.contenders import SHAPES, Inputs, Shape, chosen
 from bench.measure import Timings, compare
-from bench.report import RANKS, default_ranks, machine_facts, place
+from bench.report import RANKS, default_ranks, machine_facts, place, warn_if_shared
 from thunderep.testing.processes import Ranks
 
 TOKENS: dict[Device, tuple[int, ...]] = {"cpu": (64, 512), "cuda": (16, 256, 1024, 2048, 4096)}
@@ -122,6 +122,7 @@ def main(
                     table.add_row(str(count), who, *_cells(who, timings))
                 table.add_section()
             console.print(table)
+    warn_if_shared(console, device, ranks)
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"fp8-{device}-{ranks}-ranks.json"
     facts = machine_facts(device, ranks) | {"repeats": repeats}

@@ -22,7 +22,7 @@ from rich.table import Table
 from bench.bench_dispatch import TRANSPORTS
 from bench.contenders import SHAPES, Inputs, Ours, Theirs, partial_results
 from bench.measure import Contender
-from bench.report import default_ranks, machine_facts
+from bench.report import default_ranks, machine_facts, warn_if_shared
 from thunderep.testing.processes import Ranks
 
 _BURST = 10
@@ -78,6 +78,7 @@ def main(
     for name, (ours, theirs) in found.items():
         table.add_row(name, f"{ours:.1f}", f"{ours / dispatch:.2f}", f"{theirs:.1f}", f"{theirs / combine:.2f}")
     Console().print(table)
+    warn_if_shared(Console(), "cuda", ranks)
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"host-{ranks}-ranks.json"
     facts = machine_facts("cuda", ranks) | {"shape": shape, "tokens": tokens}

@@ -29,7 +29,7 @@ from bench import baseline
 from bench.bench_dispatch import BACKENDS, Device
 from bench.contenders import SHAPES, Shape, chosen
 from bench.measure import layer_times
-from bench.report import RANKS, default_ranks, machine_facts, place
+from bench.report import RANKS, default_ranks, machine_facts, place, warn_if_shared
 from bench.timeline import draw
 from thunderep.nn import ExpertParallel
 from thunderep.testing.processes import Ranks
@@ -166,6 +166,7 @@ def main(
                 table.add_row(str(count), *cells)
                 rows.append({"shape": name, "tokens": count, "intermediate": inner, "us": times})
             console.print(table)
+    warn_if_shared(console, device, ranks)
     facts = machine_facts(device, ranks) | {"repeats": repeats, "layers": depth}
     path = out / f"moe-layer-{device}-{ranks}-ranks.json"
     path.write_text(json.dumps({"facts": facts, "unit": "microseconds", "rows": rows}, indent=1) + "\n")

@@ -24,7 +24,7 @@ from rich.table import Table
 from bench import loopback
 from bench.contenders import SHAPES, Inputs, Ours, Theirs
 from bench.measure import StreamClock
-from bench.report import default_ranks, machine_facts
+from bench.report import default_ranks, machine_facts, warn_if_shared
 from thunderep.testing.processes import Ranks
 
 
@@ -132,6 +132,8 @@ def main(
                 f"{overlap.communication:.1f} ms",
             )
     Console().print(table)
+    if not alone:
+        warn_if_shared(Console(), "cuda", ranks)
     facts = machine_facts("cuda", ranks) | {"one GPU plays all": alone, "shape": shape, "tokens": tokens}
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"overlap-{ranks}-ranks.json"

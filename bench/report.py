@@ -91,6 +91,16 @@ def _cpu_model() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
+def warn_if_shared(console: Console, device: str, ranks: int) -> None:
+    """Say what NCCL's figures are worth where ranks share GPUs."""
+    if device == "cuda" and ranks > torch.cuda.device_count():
+        console.print(
+            "[bold]Ranks share GPUs:[/bold] NCCL goes from one to another through the GPU's own memory (2.30 or newer) or"
+            " through sockets, never through host memory, so nothing beside it here holds for several GPUs. Without CUDA's"
+            " Multi-Process Service ranks also take turns."
+        )
+
+
 def print_tables(console: Console, rows: Sequence[Row], title: str) -> None:
     """Show medians in microseconds, a table a shape; beside ours, how many times faster than the rival it is."""
     console.print(f"[bold]{title}[/bold]\nmedians in microseconds; in brackets, how many times faster than {rows[0].rival}")
