@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -122,8 +123,16 @@ class Ranks:
                     )
                 results.append(pickle.loads(self._pipes[rank].recv_bytes()))
             except (EOFError, ConnectionResetError):
-                results.append(EOFError(f"rank {rank}'s process has ended"))
+                results.append(EOFError(f"rank {rank}'s process has ended{self._how(rank)}"))
         return results
+
+    def _how(self, rank: int) -> str:
+        """How a process ended, if that is known."""
+        self._processes[rank].join(timeout=5)
+        status = self._processes[rank].exitcode
+        if not status:
+            return ""
+        return f", killed by {signal.Signals(-status).name}" if status < 0 else f" with exit status {status}"
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to one rank's process."""
@@ -177,6 +186,7 @@ def _serve(
 ) -> None:
     """One rank: join the group, then answer requests until the parent hangs up."""
     _die_with_parent()
+    faulthandler.enable()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # a queue for each lane: see `runtime.cuda.hardware_queues`
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for the parent, which then closes
