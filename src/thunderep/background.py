@@ -11,6 +11,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from thunderep.runtime import cuda
+
 _Result = TypeVar("_Result", covariant=True)
 _Tensors = tuple[torch.Tensor | None, ...]
 
@@ -125,28 +127,41 @@ class SideStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1)  # blocks need not wait until a kernel of many has begun them all
-        self._caller: torch.cuda.Stream | None = None
+        self._callers: set[torch.cuda.Stream] = set()  # of operations that no capture is part of
+        self._capturing: tuple[int, set[torch.cuda.Stream]] = 0, set()  # the latest capture, and the callers in it
         self._under_way: list[OnStream] = []
 
     def submit(self, operation: Operation, *tensors: torch.Tensor | None) -> OnStream:
         """Issue one, on copies; it begins when the caller's stream gets here. Raises what issuing it raises."""
         kept = _copies(tensors)
         caller = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(caller)
-        if self._caller not in (None, caller) and not torch.cuda.is_current_stream_capturing():
-            # An earlier caller may still read what this operation will be given: memory that was freed to the side stream.
-            self._stream.wait_stream(self._caller)
-        self._caller = caller
+        capture = _capture(caller)
+        # Earlier callers may still read what this operation will be given: memory that was freed to the side stream.
+        callers = self._callers_in(capture)
+        callers.add(caller)
+        for stream in callers:
+            self._stream.wait_stream(stream)
         with torch.cuda.stream(self._stream):
-            started = OnStream(operation(*kept), kept, caller, self._stream, self._under_way)
+            started = OnStream(operation(*kept), kept, caller, self._stream, capture, self._under_way)
         self._under_way.append(started)
         return started
 
+    def _callers_in(self, capture: int) -> set[torch.cuda.Stream]:
+        if not capture:
+            return self._callers
+        if self._capturing[0] != capture:
+            self._capturing = capture, set()
+        return self._capturing[1]
+
     def join(self) -> None:
         """Order the current stream after all that nobody has waited for."""
-        if self._under_way and torch.cuda.current_stream(self._stream.device) != self._stream:
+        if self._under_way and (current := torch.cuda.current_stream(self._stream.device)) != self._stream:
+            capture = _capture(current)
             for started in tuple(self._under_way):
-                started.order()
+                if started.capture in (0, capture):
+                    started.order()
+                elif capture:  # an earlier capture, which failed before anybody waited: this one has nothing to go on after
+                    self._under_way.remove(started)
 
     def close(self) -> None:
         """Forget what nobody has waited for."""
@@ -157,10 +172,16 @@ class OnStream:
     """An operation that was issued to a side stream, the current one."""
 
     def __init__(
-        self, rest: Rest, kept: _Tensors, caller: torch.cuda.Stream, side: torch.cuda.Stream, under_way: list[OnStream]
+        self,
+        rest: Rest,
+        kept: _Tensors,
+        caller: torch.cuda.Stream,
+        side: torch.cuda.Stream,
+        capture: int,
+        under_way: list[OnStream],
     ) -> None:
         self._rest, self._kept, self._caller, self._side, self._under_way = rest, kept, caller, side, under_way
-        self._captured = torch.cuda.is_current_stream_capturing()
+        self.capture = capture  # that it is part of; 0: none
         self._done = torch.cuda.Event()
         self._done.record()
 
@@ -171,7 +192,8 @@ class OnStream:
         if current != self._caller:
             for tensor in self._rest.reads:
                 tensor.record_stream(current)
-        return self._rest.run()
+        with torch.cuda.device(self._caller.device):
+            return self._rest.run()
 
     def done(self) -> bool:
         """Whether the data has been moved."""
@@ -179,12 +201,18 @@ class OnStream:
 
     def order(self) -> None:
         """Order the current stream after it."""
-        if torch.cuda.is_current_stream_capturing() and not self._captured:
+        current = torch.cuda.current_stream(self._caller.device)
+        capture = _capture(current)
+        if capture and not self.capture:
             raise RuntimeError(
                 "an operation with async_op=True that began before this CUDA graph's capture has not been waited for;"
                 " call its work.wait() before the capture begins"
             )
-        current = torch.cuda.current_stream(self._caller.device)
+        if capture and self.capture != capture:
+            raise RuntimeError(
+                "an operation with async_op=True that began in another CUDA graph's capture was not waited for in it;"
+                " call its work.wait() before that capture ends"
+            )
         current.wait_event(self._done)
         if self in self._under_way:
             self._under_way.remove(self)
@@ -193,6 +221,11 @@ class OnStream:
                 if tensor is not None:
                     tensor.record_stream(self._side)
         self._kept = ()
+
+
+def _capture(stream: torch.cuda.Stream) -> int:
+    """What tells the capture that the current stream, this one, is part of from all others; 0: it is part of none."""
+    return cuda.capture_id(stream.cuda_stream) if torch.cuda.is_current_stream_capturing() else 0
 
 
 def _copies(tensors: _Tensors) -> _Tensors:

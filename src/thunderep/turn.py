@@ -57,13 +57,19 @@ class Turn:
 
     def __enter__(self) -> Transport:
         self._lock.acquire()
-        if self._device is not None:
-            self._device.__enter__()
-        if self._order is not None:
-            self._order.join()
+        try:
+            if self._device is not None:
+                self._device.__enter__()
+            if self._order is not None:
+                self._order.join()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
         return self._transport
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._device is not None:
-            self._device.__exit__(kind, error, trace)
-        self._lock.release()
+        try:
+            if self._device is not None:
+                self._device.__exit__(kind, error, trace)
+        finally:
+            self._lock.release()

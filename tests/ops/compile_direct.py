@@ -59,7 +59,7 @@ class Compiler:
 class Window:
     """A window that nothing is moved through."""
 
-    address, rank = 1 << 30, 0
+    address, rank, announcer = 1 << 30, 0, None
     ticket = torch.full((1,), OPERATION)
 
     def __init__(self, num_ranks: int) -> None:

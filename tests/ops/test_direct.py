@@ -14,6 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.ops.direct_cases import Case, exchange, let_go
+from thunderep.ops import direct
+from thunderep.runtime.transport import KINDS, Call
+from thunderep.runtime.window import OPERATION, Region
 from thunderep.testing.processes import Ranks
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int8]
@@ -106,3 +109,53 @@ def test_every_kernel_compiles_for(capability: int) -> None:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert int(done.stdout) > 20
+
+
+class Diary:
+    """Writes down what kernels do, in the place of an announcer and of launches."""
+
+    def __init__(self) -> None:
+        self.entries: list[str] = []
+        self.broken = False
+
+    def announce(self, call: Call) -> None:
+        self.entries.append(f"announce {KINDS[call.kind]}")
+
+    def failed(self, error: BaseException) -> None:
+        self.entries.append(f"failed: {error}")
+
+    def launch(self, tokens: int, *addresses: int | None) -> None:
+        self.entries.append("launch")
+        if self.broken:
+            raise RuntimeError("no binary")
+
+
+class NoWindow:
+    """A window that nothing is moved through."""
+
+    address, rank, ticket = 1 << 30, 0, torch.full((1,), OPERATION)
+    region = Region.for_calls(2, 4, 64, 2)
+
+    def __init__(self, announcer: Diary) -> None:
+        self.announcer = announcer
+
+
+def test_a_call_is_announced_when_nothing_but_its_launch_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else this rank's device would be an operation behind what its peers were told, without anybody noticing."""
+    diary = Diary()
+    kernels = direct.Kernels(NoWindow(diary), 4, torch.zeros(1, dtype=torch.int32))  # type: ignore[arg-type]
+    monkeypatch.setattr(kernels, "_combines", lambda *arguments: (diary.launch,))
+    y, idx, in_rank = torch.zeros(8, 32), torch.zeros(8, 2, dtype=torch.int64), torch.zeros(4, 2, dtype=torch.bool)
+    call = Call(KINDS.index("combine"), 4, 4, 2, 32)
+    kernels.combine([y], idx, in_rank, call)
+    assert diary.entries == ["announce combine", "launch"]
+    diary.entries.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", lambda *arguments, **more: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            kernels.combine([y], idx, in_rank, call)
+    assert diary.entries == []
+    diary.broken = True
+    with pytest.raises(RuntimeError, match="no binary"):
+        kernels.combine([y], idx, in_rank, call)
+    assert diary.entries == ["announce combine", "launch", "failed: no binary"]

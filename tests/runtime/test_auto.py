@@ -277,13 +277,13 @@ def test_copy_engines_move_rows_that_are_too_wide_for_kernels(pair: Ranks) -> No
 
 
 def one_way_only() -> list[list[bool]]:
-    """Who takes a call of any size over `dma` and over `direct`: kernels? What they take is counted."""
+    """Who takes a call of any size over `dma` and over `direct`: kernels? Nothing is announced by asking."""
     taken = []
     for transport in ("dma", "direct"):
         _, made, _ = connected(transport)
         taken.append([made.window(call(kind, rows, rows)) is not None for kind in KINDS for rows in (0, 1, 1 << 40)])
         stats = made.stats()
-        assert set(stats.operations.values()) == {3 if transport == "direct" else 0}
+        assert set(stats.operations.values()) == {0}
         assert stats.waited is None
         made.close()
     return taken

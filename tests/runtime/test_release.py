@@ -9,8 +9,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from thunderep.runtime import arena
+from thunderep.runtime.announce import Announcer
 from thunderep.runtime.chunks import MIN_SLOT_BYTES, Staging
 from thunderep.runtime.control import Control
 from thunderep.runtime.release import Releaser
@@ -146,3 +148,26 @@ def test_captured_calls_are_compared_with_none(who: int, pair: Pair) -> None:
     pair.theirs.post(CALL._replace(max_tokens=7), captured=who == 1)
     pair.theirs.compare()
     pair.mine.compare()
+
+
+def test_a_peer_that_closed_is_no_error_where_calls_are_replayed(pair: Pair) -> None:
+    """It captured two calls and replayed them while this rank issued two more: numbers do not tell who did how many."""
+    for _ in range(2):
+        pair.mine.post(CALL)
+        pair.theirs.post(CALL, captured=True)
+    for _ in range(2):
+        pair.mine.post(CALL)
+    pair.leave()
+    time.sleep(0.4)
+    assert not pair.released.is_set()
+    pair.mine.check()
+
+
+def test_who_fails_to_issue_what_it_announced_holds_up_nobody(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    announcer = Announcer(pair.mine, 2)
+    announcer.announce(CALL)
+    announcer.failed(MemoryError("no room for the results"))
+    with pytest.raises(PeerError, match="interrupted by MemoryError"):
+        pair.mine.check()
+    assert pair.theirs.verdict([0], "an operation", 0.0) is not None

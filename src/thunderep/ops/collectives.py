@@ -68,7 +68,7 @@ def _gather(owner: Buffer, kind: str, rows: torch.Tensor, sizes: Sequence[int]) 
     with owner.operation() as transport:
         direct = kernels(owner, transport, call)
         if direct is not None:
-            return direct.spread(rows, _everywhere(owner, rows), max_rows)
+            return direct.spread(rows, _everywhere(owner, rows), max_rows, call)
         received = rows.new_empty(owner.num_ranks * max_rows, rows.shape[1])
         with transport.dispatch(call, [rows.contiguous()], [received]) as moved:
             moved.own()

@@ -110,7 +110,7 @@ def begin_backward(
     with owner.operation() as transport:
         direct = kernels(owner, transport, call)
         if direct is not None:
-            rows = direct.spread(grad, is_token_in_rank, max_rows)
+            rows = direct.spread(grad, is_token_in_rank, max_rows, call)
             return Rest(lambda: rows, (rows,))
         grad, grad_y = grad.contiguous(), grad.new_empty(received, grad.shape[1])
         with transport.dispatch(call, [grad], [grad_y]) as moved:

@@ -21,6 +21,7 @@ from thunderep.ops.kernels.direct.latency_combine import latency_combine
 from thunderep.ops.kernels.direct.latency_dispatch import latency_dispatch
 from thunderep.ops.launch import Launch
 from thunderep.runtime.trace import phase
+from thunderep.runtime.transport import Call
 from thunderep.runtime.window import FLAGS, HEADER_BYTES, Window, aligned, routing_words
 
 LATENCY_COLUMNS, LATENCY_WARPS = 512, 4
@@ -47,6 +48,7 @@ class Kernels:
         self._region, self._address, self._rank = window.region, window.address, window.rank
         self._num_ranks, self._num_experts = window.region.num_ranks, num_experts
         self._header = window.address + window.rank * HEADER_BYTES
+        self._announcer = window.announcer
         self._keep = window.ticket, bad_ids
         self._ticket, self._bad_ids = window.ticket.data_ptr(), bad_ids.data_ptr()
         self._dispatches = lru_cache(maxsize=1024)(self._plan_dispatch)
@@ -60,6 +62,7 @@ class Kernels:
         topk_weights: torch.Tensor,
         x_scales: torch.Tensor | None,
         max_rows: int,
+        call: Call | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The contract's dispatch; ids out of range count as -1.
 
@@ -69,6 +72,7 @@ class Kernels:
             topk_weights: [T, K] float32.
             x_scales: [T, S] float32, or None.
             max_rows: M.
+            call: What to announce to the peers; None: they know.
 
         Returns:
             recv_x, recv_topk_idx, recv_topk_weights, recv_x_scales, is_token_in_rank.
@@ -86,8 +90,8 @@ class Kernels:
             in_rank.data_ptr(), self._bad_ids,
             recv_x.data_ptr(), recv_idx.data_ptr(), recv_weights.data_ptr(), recv_scales.data_ptr(),
         )  # fmt: skip
-        for launch in self._dispatches(max_rows, hidden * x.element_size(), topk_idx.dtype, topk, scales, x_scales is None):
-            launch(tokens, *addresses)
+        launches = self._dispatches(max_rows, hidden * x.element_size(), topk_idx.dtype, topk, scales, x_scales is None)
+        self._issue(call, launches, tokens, addresses)
         return recv_x, recv_idx, recv_weights, recv_scales, in_rank
 
     @phase("routing")
@@ -99,20 +103,26 @@ class Kernels:
         return self.dispatch(rows, topk_idx, topk_weights, x_scales, max_rows)[1:]
 
     @phase("kernels")
-    def spread(self, rows: torch.Tensor, is_token_in_rank: torch.Tensor, max_rows: int) -> torch.Tensor:
+    def spread(
+        self, rows: torch.Tensor, is_token_in_rank: torch.Tensor, max_rows: int, call: Call | None = None
+    ) -> torch.Tensor:
         """[R, H]: the rows [T, H] of tokens that came to this rank, zeros elsewhere. The gradient of `combine`."""
         received = rows.new_empty(self._num_ranks * max_rows, rows.shape[1])
         rows, in_rank = _packed(rows), _packed(is_token_in_rank)
         addresses = (
             rows.data_ptr(), None, None, None, in_rank.data_ptr(), self._bad_ids, received.data_ptr(), None, None, None,
         )  # fmt: skip
-        for launch in self._dispatches(max_rows, rows.shape[1] * rows.element_size(), None, 0, 0, True):
-            launch(len(rows), *addresses)
+        launches = self._dispatches(max_rows, rows.shape[1] * rows.element_size(), None, 0, 0, True)
+        self._issue(call, launches, len(rows), addresses)
         return received
 
     @phase("kernels")
     def combine(
-        self, payloads: Sequence[torch.Tensor], recv_topk_idx: torch.Tensor, is_token_in_rank: torch.Tensor
+        self,
+        payloads: Sequence[torch.Tensor],
+        recv_topk_idx: torch.Tensor,
+        is_token_in_rank: torch.Tensor,
+        call: Call | None = None,
     ) -> list[torch.Tensor]:
         """Sum rows, and beside them choices, where they came from: float32, rank order, rounded once.
 
@@ -120,6 +130,7 @@ class Kernels:
             payloads: y, [R, H]; and perhaps float32 [R, K], of which choices of other ranks' experts count as 0.
             recv_topk_idx: [R, K]; rows without a local expert are not read.
             is_token_in_rank: [T, N].
+            call: As `dispatch` has it.
 
         Returns:
             For each payload [T, ...] of its type.
@@ -132,9 +143,21 @@ class Kernels:
         if weights:
             addresses += [weights[0].data_ptr(), outputs[1].data_ptr()]
         max_rows = y.shape[0] // self._num_ranks
-        for launch in self._combines(max_rows, y.shape[1], y.dtype, idx.dtype, idx.shape[1], bool(weights)):
-            launch(tokens, *addresses)
+        launches = self._combines(max_rows, y.shape[1], y.dtype, idx.dtype, idx.shape[1], bool(weights))
+        self._issue(call, launches, tokens, addresses)
         return outputs
+
+    def _issue(self, call: Call | None, launches: _Launches, tokens: int, addresses: Sequence[int | None]) -> None:
+        """Announce and launch: whatever else may fail, such as memory for the results, has not."""
+        if call is not None and self._announcer is not None:
+            self._announcer.announce(call)
+        try:
+            for launch in launches:
+                launch(tokens, *addresses)
+        except BaseException as error:
+            if call is not None and self._announcer is not None:
+                self._announcer.failed(error)
+            raise
 
     def _is_small(self, words: int) -> bool:
         """Whether to move what takes `words` words for each peer as words that carry their own signals."""

@@ -116,7 +116,7 @@ def begin(
     with owner.operation() as transport:
         direct = kernels(owner, transport, call)
         if direct is not None:
-            return Rest.of(*direct.dispatch(x, topk_idx, topk_weights, x_scales, call.max_tokens))
+            return Rest.of(*direct.dispatch(x, topk_idx, topk_weights, x_scales, call.max_tokens, call))
         if transport.routing is None or async_op:  # beside other work kernels would wait for SMs
             return _move(owner, transport, call, x, topk_idx, topk_weights, x_scales)
         recv_x = x.new_empty(owner.num_ranks * call.max_tokens, x.shape[1])

@@ -100,7 +100,7 @@ def rows_sum(
     with owner.operation() as transport:
         direct = kernels(owner, transport, call)
         if direct is not None:
-            return Rest.of(*direct.combine(payloads, recv_topk_idx, is_token_in_rank))
+            return Rest.of(*direct.combine(payloads, recv_topk_idx, is_token_in_rank, call))
         payloads = [payload.contiguous() for payload in payloads]
         own = [payload.unflatten(0, (owner.num_ranks, call.max_tokens))[owner.rank] for payload in payloads]
 

@@ -56,6 +56,7 @@ class Control:
         self._broken: RuntimeError | None = None
         self._closing = False
         self.sequence = 0
+        self._captured = False  # whether this rank's calls are no longer numbered as those of ranks that issue each
         self.waited = [0.0] * layout.num_ranks
 
     def check(self) -> None:
@@ -90,6 +91,7 @@ class Control:
         if self._closing:
             raise RuntimeError("the Buffer is closed")
         self.sequence += 1
+        self._captured = captured
         self._records.write(self.sequence, call, captured)
 
     def compare(self) -> None:
@@ -159,11 +161,16 @@ class Control:
     def awaited(self) -> list[int]:
         """The peers that an operation may still wait for, those that have written down the fewest first.
 
-        A peer that closed its Buffer after as many operations as this rank has done its part in all of them.
+        A peer that closed its Buffer after as many operations as this rank has done its part in all of them. Who has captured
+        some counts otherwise: of such a peer nothing is known.
         """
         done = {rank: self._records.last(rank)[0] for rank in self._peers}
-        left = [rank for rank in self._peers if self._status(rank)[0] != _CLOSED or done[rank] < self.sequence]
-        return sorted(left, key=lambda rank: done[rank])
+
+        def left(rank: int) -> bool:
+            captured = self._captured or self._records.captured(rank)
+            return self._status(rank)[0] != _CLOSED or (done[rank] < self.sequence and not captured)
+
+        return sorted(filter(left, self._peers), key=lambda rank: done[rank])
 
     def verdict(self, ranks: Sequence[int], what: str, seconds: float) -> RuntimeError | None:
         """An error if what this rank has waited for from `ranks`, for so many seconds, cannot come any more."""

@@ -164,7 +164,11 @@ def register(address: int, nbytes: int) -> int:
     driver = _driver()
     flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
     _call("cuMemHostRegister", address, nbytes, flags, what=f"{nbytes} bytes; see ulimit -l and free memory")
-    return device_address(address)
+    try:
+        return device_address(address)
+    except BaseException:
+        unregister(address)
+        raise
 
 
 def device_address(address: int) -> int:

@@ -90,9 +90,14 @@ class CopyEngines:
         here = caller.record_event()
         for stream in streams:
             stream.wait_event(here)
-        self._issue(program.instructions, [stream.cuda_stream for stream in streams], inputs, outputs)
+
+        def own() -> None:
+            with torch.cuda.device(self._device):  # a null stream is the current device's
+                self._issue(program.local, [torch.cuda.current_stream().cuda_stream], inputs, outputs)
+
         try:
-            yield lambda: self._issue(program.local, [torch.cuda.current_stream(self._device).cuda_stream], inputs, outputs)
+            self._issue(program.instructions, [stream.cuda_stream for stream in streams], inputs, outputs)
+            yield own
         finally:
             for stream in streams:
                 caller.wait_stream(stream)

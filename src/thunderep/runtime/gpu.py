@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
 import torch
 
 from thunderep.runtime import arena, cuda
+from thunderep.runtime.announce import Announcer
 from thunderep.runtime.control import Control
 from thunderep.runtime.dma import CopyEngines
 from thunderep.runtime.release import Releaser
 from thunderep.runtime.rendezvous import Rendezvous, require_able
-from thunderep.runtime.traffic import Stats, Traffic
+from thunderep.runtime.traffic import Stats
 from thunderep.runtime.transport import DTYPES, OUTWARD, ByRank, Call, Moved, Scratch
 from thunderep.runtime.tuning import KERNELS_ONLY, Thresholds
 from thunderep.runtime.window import Region, Window
@@ -53,7 +55,7 @@ def connect(
             stream = torch.cuda.current_stream()
             cuda.probe(pinned + layout.control(rank, arena.CONTROL_PROBE), stream.cuda_stream)
             stream.synchronize()
-    except cuda.CudaError as error:
+    except RuntimeError as error:  # the driver's, by `cuda` or by PyTorch
         answer["error"] = str(error)
     try:
         answers = meeting.exchange("pinning", answer)
@@ -98,22 +100,18 @@ class GpuTransport:
         grain: int,
     ) -> None:
         self._segment, self._num_ranks, self._device, self._control = segment, layout.num_ranks, device, control
-        self._thresholds, self._traffic = thresholds, Traffic(layout.num_ranks)
+        self._thresholds, self._announcer = thresholds, Announcer(control, layout.num_ranks)
         self._engines = CopyEngines(segment, pinned, layout, rank, device, grain)
         region = Region(layout.num_ranks, layout.window_bytes)
-        self._window = Window(segment, pinned, layout.window, region, rank, device)
+        self._window = Window(segment, pinned, layout.window, region, rank, device, self._announcer)
         peers = [peer for peer in range(layout.num_ranks) if peer != rank]
         self._releaser = Releaser(control, peers, self._state, self._release)
         self._by_kernels = lru_cache(maxsize=4096)(self._takes_kernels)
-        self._captured = False  # whether any call was
         self._closed = False
 
     def window(self, call: Call) -> Window | None:
-        """Announce the call and return the window in which kernels do all of it; None if the other methods are to move it."""
-        if not self._by_kernels(call):
-            return None
-        self._begin(call)
-        return self._window
+        """The window in which kernels do all of such a call, and announce it; None if the other methods are to move it."""
+        return self._window if self._by_kernels(call) else None
 
     def _takes_kernels(self, call: Call) -> bool:
         """Whether kernels are to move such calls; where copy engines could, only if the window has room for their rows."""
@@ -146,20 +144,13 @@ class GpuTransport:
     def _moving(
         self, kind: str, call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> Iterator[Callable[[], None]]:
-        self._begin(call)
+        self._announcer.announce(call)
         try:
             with self._engines.moving(kind, call.max_tokens, inputs, outputs) as own:
                 yield own
         except BaseException as error:
-            if not torch.cuda.is_current_stream_capturing():  # then nothing was issued, whatever the capture holds
-                self._control.give_up(error)
+            self._announcer.failed(error)
             raise
-
-    def _begin(self, call: Call) -> None:
-        self._captured = self._captured or torch.cuda.is_current_stream_capturing()
-        self._control.post(call, self._captured)
-        self._control.compare()
-        self._traffic.add(call, (self._num_ranks - 1) * call.max_tokens)
 
     def _state(self) -> bytes:
         """As `Releaser` has it: the engines' part is always as long, so both together are as telling as each alone."""
@@ -171,7 +162,7 @@ class GpuTransport:
 
     def stats(self) -> Stats:
         """What this rank has moved so far."""
-        return self._traffic.stats()
+        return self._announcer.stats()
 
     def check(self) -> None:
         """Raise the error that broke the Buffer, if one did."""
@@ -180,6 +171,9 @@ class GpuTransport:
     def close(self) -> None:
         """Wait until the device has ended what it began, or the releaser has freed it; then unpin and leave."""
         if self._closed:
+            return
+        if self._releaser.is_current:  # which the garbage collector may choose; it must stay free to let go what waits
+            threading.Thread(target=self.close, name="thunderep close").start()
             return
         self._closed = True
         try:

@@ -56,6 +56,10 @@ class Records:
         sequence, _, kind, *_ = max(found)
         return sequence, kind
 
+    def captured(self, rank: int) -> bool:
+        """Whether a rank has captured calls: then the number of its last one says nothing of how many have run."""
+        return any(self._unpack(rank, i)[1] for i in range(arena.RECORDS))
+
     def disagreement(self, sequence: int) -> str | None:
         """How calls of this number differ, of those ranks that have come to it and have captured nothing; None: not at all."""
         memory, at = self._segment.bytes, self._at(self._rank, sequence)

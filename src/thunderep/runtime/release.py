@@ -39,6 +39,11 @@ class Releaser:
         if peers:
             self._thread.start()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller is the thread."""
+        return threading.current_thread() is self._thread
+
     def close(self) -> None:
         """End the thread. Nothing on the device may wait any more."""
         self._stopping.set()

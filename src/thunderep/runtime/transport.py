@@ -117,7 +117,7 @@ class Transport(Protocol):
         ...
 
     def window(self, call: Call) -> Window | None:
-        """Announce the call and return the window in which kernels do all of it; None if the methods above are to move it."""
+        """The window in which kernels do all of such a call, and announce it; None if the methods above are to move it."""
         ...
 
     @property

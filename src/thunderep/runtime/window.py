@@ -15,10 +15,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from thunderep.runtime import arena
+
+if TYPE_CHECKING:
+    from thunderep.runtime.announce import Announcer
 
 HEADER_BYTES = 64
 HEADERS_BYTES = 4096
@@ -74,8 +78,8 @@ class Region:
 
     @cached_property
     def slot(self) -> int:
-        """Size of a slot."""
-        return max(0, self.nbytes // 8 - self.slots_at) // (2 * self.num_ranks) // 32 * 32
+        """Size of a slot. Kernels count in 32 bits to the end of a bank: of a larger region they use 32 GiB."""
+        return min(max(0, self.nbytes // 8 - self.slots_at) // 2, 2**31 - 1) // self.num_ranks // 32 * 32
 
     @cached_property
     def share(self) -> int:
@@ -133,6 +137,7 @@ class Window:
         region: Its layout.
         rank: This rank.
         device: This rank's GPU.
+        announcer: Tells the peers of a call before its kernels are launched; None: the ranks know of it.
 
     Attributes:
         address: Where the device sees the region.
@@ -140,9 +145,16 @@ class Window:
     """
 
     def __init__(
-        self, segment: arena.Segment, pinned: int, offset: int, region: Region, rank: int, device: torch.device
+        self,
+        segment: arena.Segment,
+        pinned: int,
+        offset: int,
+        region: Region,
+        rank: int,
+        device: torch.device,
+        announcer: Announcer | None = None,
     ) -> None:
-        self.region, self.rank, self.address = region, rank, pinned + offset
+        self.region, self.rank, self.address, self.announcer = region, rank, pinned + offset, announcer
         self.ticket = torch.full((1,), OPERATION, dtype=torch.int64, device=device)  # flags of zeros are of operation 0
         self._segment, self._header = segment, offset + rank * HEADER_BYTES
 
