@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
+import torch.testing._internal.distributed.fake_pg  # registers "fake"
+from torch._C._distributed_c10d import HashStore
 
 import thunderep
 from bench.contenders import Inputs
@@ -33,7 +34,7 @@ _MAP_FIXED, _PAGE = 0x10, mmap.PAGESIZE
 def play(num_ranks: int) -> None:
     """Make this process rank 0 of so many, whose peers it plays, for the rest of its life."""
     os.environ[SHARE] = "1"
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    dist.init_process_group("fake", store=HashStore(), rank=0, world_size=num_ranks)
     rendezvous.Rendezvous.exchange = lambda self, phase, answer: [answer] * num_ranks  # type: ignore[method-assign]
 
     # Copy engines: their flags and slots are found by address. What rank r sends to rank 0 is what rank 0 sends to rank N - r.

@@ -244,6 +244,35 @@ def test_initial_experts_do_not_depend_on_the_number_of_ranks(one_rank, two_rank
     assert "experts 3 to 4 of 5" in parts[1][2]
 
 
+def cut_wrongly(what):
+    """A call that does not fit, in two parts."""
+    case = Case((8,), 2, 1, torch.float32)
+    with open_buffer(case) as buffer:
+        tokens = 2 * buffer.max_tokens if what == "more than the Buffer holds" else 6
+        x, idx, weights = torch.zeros(tokens, case.hidden), torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1)
+        layer = ExpertParallel(buffer, 4, overlap=2)
+        if what == "more than max_tokens":
+            layer(x, idx, weights, 5)
+        elif what == "other ids":
+            layer(x, idx[:5], weights)
+        else:
+            layer(x, idx, weights)
+        raise AssertionError("it ran")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("more than max_tokens", "x: got 6 tokens, more than max_tokens = 5 of this call"),
+        ("more than the Buffer holds", "more than the Buffer's max_tokens"),
+        ("other ids", "topk_idx: got shape .5, 1., expected .6, 1."),
+    ],
+)
+def test_no_part_of_a_call_that_does_not_fit_is_dropped(one_rank, what, message):
+    with pytest.raises(RankError, match=message):
+        one_rank().run(cut_wrongly, what)
+
+
 def wrong(what):
     case = Case((1,), 2, 1, torch.float32)
     with open_buffer(case) as buffer:

@@ -90,8 +90,9 @@ def dispatch(
         buffer: The Buffer.
         max_tokens: M, at least every rank's T and the same on every rank; None: T, which must then be equal on all ranks.
         x_scales: [T, S] float32: scales that travel with the rows of a block-scaled payload.
-        async_op: Return at once; the inputs may be changed or freed. The same on every rank. On CUDA wait for the work before a
-            captured graph with operations of this Buffer is replayed: a replay knows nothing of what is under way.
+        async_op: Return at once, over "collective" on the CPU once it is done; the inputs may be changed or freed. The same on
+            every rank. On CUDA wait for the work before a captured graph with operations of this Buffer is replayed: a replay
+            knows nothing of what is under way.
 
     Returns:
         What this rank received, or work whose `wait()` gives it. Gradients reach topk_weights, and x unless its elements have
@@ -105,16 +106,16 @@ def dispatch(
     rows = -1 if max_tokens is None else max_tokens
     if not async_op:
         return DispatchOutput(
-            *torch.ops.thunderep.dispatch(x, topk_idx, topk_weights, num_experts, buffer.name, rows, x_scales)
+            *torch.ops.thunderep.dispatch(x, topk_idx, topk_weights, num_experts, buffer.open_name, rows, x_scales)
         )
-    handle = torch.ops.thunderep.dispatch_start(x, topk_idx, topk_weights, num_experts, buffer.name, rows, x_scales)
+    handle = torch.ops.thunderep.dispatch_start(x, topk_idx, topk_weights, num_experts, buffer.open_name, rows, x_scales)
     tokens, dtype, idx_dtype = x.shape[0], x.dtype, topk_idx.dtype
     received = buffer.num_ranks * (tokens if max_tokens is None else max_tokens)
     scales = 0 if x_scales is None else x_scales.shape[1]
 
     def finish(handle: torch.Tensor) -> DispatchOutput:
         wait = torch.ops.thunderep.dispatch_wait
-        return DispatchOutput(*wait(handle, buffer.name, received, tokens, dtype, idx_dtype, scales))
+        return DispatchOutput(*wait(handle, buffer.open_name, received, tokens, dtype, idx_dtype, scales))
 
     return Work(buffer, handle, finish)
 
@@ -144,13 +145,13 @@ def combine(
     """
     idx, in_rank = dispatched.recv_topk_idx, dispatched.is_token_in_rank
     if not async_op:
-        result: torch.Tensor = torch.ops.thunderep.combine(y, idx, in_rank, buffer.name)
+        result: torch.Tensor = torch.ops.thunderep.combine(y, idx, in_rank, buffer.open_name)
         return result
-    handle = torch.ops.thunderep.combine_start(y, idx, in_rank, buffer.name)
+    handle = torch.ops.thunderep.combine_start(y, idx, in_rank, buffer.open_name)
     dtype = y.dtype
 
     def finish(handle: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.ops.thunderep.combine_wait(handle, buffer.name, idx, in_rank, dtype)
+        result: torch.Tensor = torch.ops.thunderep.combine_wait(handle, buffer.open_name, idx, in_rank, dtype)
         return result
 
     return Work(buffer, handle, finish)
@@ -162,7 +163,7 @@ def permute(
     """Group rows by local expert, in row order then top-k order.
 
     Args:
-        x: [R, H], any type and strides.
+        x: [R, H], elements of 1, 2, 4 or 8 bytes, any strides.
         topk_idx: [R, K] int32 or int64: local expert ids; -1: none. Rows without a choice are not read.
         num_local_experts: L.
         capacity: Rows of expert_x; None: just enough, found out at run time.

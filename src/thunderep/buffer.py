@@ -92,6 +92,9 @@ class Buffer:
         if not dist.is_initialized():
             raise RuntimeError("torch.distributed is not initialized; call torch.distributed.init_process_group first")
         group = group if group is not None else dist.group.WORLD
+        given: object = group
+        if given != dist.GroupMember.NON_GROUP_MEMBER and not isinstance(given, dist.ProcessGroup):
+            raise ValueError(f"group: got {given!r}, expected a ProcessGroup or None")
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             raise RuntimeError("group: this process is not a rank of it")
         meeting = Rendezvous(group, timeout if isinstance(timeout, int | float) and timeout > 0 else 300.0)
@@ -108,8 +111,9 @@ class Buffer:
         try:
             self.device = _device(device)
             self._validate(transport, staging_bytes)
-        except (ValueError, RuntimeError) as error:
-            answer["error"] = (type(error).__name__, str(error))
+            self._allocate()
+        except (ValueError, RuntimeError, MemoryError) as error:
+            answer["error"] = (type(error).__name__, str(error) or type(error).__name__)
         else:
             answer |= {
                 field: getattr(self, field)
@@ -127,11 +131,6 @@ class Buffer:
         # From here on whatever fails, or whoever forgets to close, leaves nothing behind.
         self._finalizer = weakref.finalize(self, _close, self._transport, self._pending, self._pid)
         self._order = StreamOrder(self.device) if self.transport in ("dma", "direct", "auto") else None
-        starts = [local_experts(num_experts, rank, self.num_ranks).start for rank in range(self.num_ranks)]
-        self.expert_bounds = torch.tensor([*starts, num_experts], device=self.device)
-        self.workspace = Workspace(self.num_ranks * max_tokens * (hidden * dtype.itemsize + topk * 4), self.device)
-        self.bad_ids = torch.zeros(1, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        self._bad = ctypes.c_int32.from_address(self.bad_ids.data_ptr())
         self.kernels: Any = None  # launches of `ops.direct`, once there are any
         self.calls: dict[Hashable, Call] = {}  # by the signature of arguments that were validated
         self._closed = False
@@ -142,6 +141,13 @@ class Buffer:
     def local_experts(self) -> range:
         """The global ids of the experts that this rank owns."""
         return local_experts(self.num_experts, self.rank, self.num_ranks)
+
+    @property
+    def open_name(self) -> str:
+        """The name by which operators find it. Raises RuntimeError once it is closed: another may have the name by then."""
+        if self._closed:
+            raise RuntimeError(f"Buffer {self.name!r} is closed")
+        return self.name
 
     def check(self) -> None:
         """Raise what went wrong since the last operation, if anything did: a peer that failed, ids out of range on a GPU."""
@@ -157,7 +163,8 @@ class Buffer:
     def close(self) -> None:
         """Release everything.
 
-        Idempotent; waits for no peer. Operations that other threads have under way raise RuntimeError.
+        Idempotent; waits for no peer. Operations that other threads have under way raise RuntimeError; over "collective" once
+        the backend lets them go on.
         """
         if self._closed or self._pid != os.getpid():
             return
@@ -177,6 +184,10 @@ class Buffer:
     def is_done(self, handle: torch.Tensor) -> bool:
         """Whether nothing that was started with this handle is under way, as once the Buffer is closed."""
         return self._pending.is_done(handle)
+
+    def forget(self, handle: torch.Tensor) -> None:
+        """Keep the result of what was started with this handle no longer, if nobody has waited for it."""
+        self._pending.forget(handle)
 
     def operation(self) -> Turn:
         """The transport, for one operation in its turn: after all submitted ones, and one at a time."""
@@ -233,6 +244,15 @@ class Buffer:
         if transport != "auto" and self.num_ranks > MAX_RANKS.get(transport, self.num_ranks):
             raise ValueError(f"transport: {transport!r} takes at most {MAX_RANKS[transport]} ranks, got {self.num_ranks}")
 
+    def _allocate(self) -> None:
+        """Make what this rank alone needs."""
+        starts = [local_experts(self.num_experts, rank, self.num_ranks).start for rank in range(self.num_ranks)]
+        self.expert_bounds = torch.tensor([*starts, self.num_experts], device=self.device)
+        row_bytes = self.hidden * self.dtype.itemsize + self.topk * 4
+        self.workspace = Workspace(self.num_ranks * self.max_tokens * row_bytes, self.device)
+        self.bad_ids = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=self.device.type == "cuda")
+        self._bad = ctypes.c_int32.from_address(self.bad_ids.data_ptr())
+
     @property
     def _shape(self) -> Shape:
         return Shape(self.num_ranks, self.hidden, self.topk, self.max_tokens, self.dtype.itemsize)
@@ -253,12 +273,18 @@ def lookup(name: str) -> Buffer:
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    chosen = torch.device(device)
-    if chosen.type not in ("cpu", "cuda"):
+    try:
+        chosen = torch.device(device)
+    except (TypeError, RuntimeError):
+        raise ValueError(f"device: got {device!r}, expected a CPU or CUDA device") from None
+    if chosen.type == "cpu":
+        return chosen
+    if chosen.type != "cuda":
         raise ValueError(f"device: got {chosen}, expected a CPU or CUDA device")
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen
+    count = torch.cuda.device_count()
+    if (chosen.index or 0) >= count:
+        raise ValueError(f"device: got {chosen}, expected one of this process's {count} CUDA devices, or the CPU")
+    return chosen if chosen.index is not None else torch.device("cuda", torch.cuda.current_device())
 
 
 def _close(transport: Transport, pending: Pending, pid: int) -> None:

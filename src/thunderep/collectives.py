@@ -19,8 +19,8 @@ def all_gather(x: torch.Tensor, buffer: Buffer, sizes: Sequence[int] | None = No
     """Give every rank the rows of all ranks.
 
     Args:
-        x: [T, ...]: this rank's rows; bf16, fp16, fp32, fp64, fp8 (e4m3, e5m2, e8m0) or an integer type up to int64, any
-            strides. Only T may differ from rank to rank.
+        x: [T, ...]: this rank's rows; bf16, fp16, fp32, fp64, fp8 (e4m3, e5m2, e8m0) or int8, uint8, int16, int32 or
+            int64, any strides. Only T may differ from rank to rank.
         buffer: The Buffer.
         sizes: T of every rank, in rank order, the same list on all ranks; None: all have this rank's T.
 
@@ -33,7 +33,7 @@ def all_gather(x: torch.Tensor, buffer: Buffer, sizes: Sequence[int] | None = No
         RuntimeError: Ranks that disagree, a closed or forked Buffer; over "direct", rows too wide for the staging.
         PeerError: A peer died or stayed silent; the Buffer is broken from then on.
     """
-    result: torch.Tensor = torch.ops.thunderep.all_gather(x, buffer.name, sizes)
+    result: torch.Tensor = torch.ops.thunderep.all_gather(x, buffer.open_name, sizes)
     return result
 
 
@@ -52,7 +52,7 @@ def reduce_scatter(y: torch.Tensor, buffer: Buffer, sizes: Sequence[int] | None 
     Raises:
         ValueError, RuntimeError, PeerError: As `all_gather`.
     """
-    result: torch.Tensor = torch.ops.thunderep.reduce_scatter(y, buffer.name, sizes)
+    result: torch.Tensor = torch.ops.thunderep.reduce_scatter(y, buffer.open_name, sizes)
     return result
 
 
@@ -69,5 +69,5 @@ def all_reduce(x: torch.Tensor, buffer: Buffer) -> torch.Tensor:
     Raises:
         ValueError, RuntimeError, PeerError: As `all_gather`.
     """
-    result: torch.Tensor = torch.ops.thunderep.all_reduce(x, buffer.name)
+    result: torch.Tensor = torch.ops.thunderep.all_reduce(x, buffer.open_name)
     return result

@@ -132,6 +132,7 @@ class ExpertParallel(nn.Module):
             payload, weights, scales = self._payload(x, topk_weights)
             received = dispatch(payload, topk_idx, weights, self.buffer.num_experts, self.buffer, max_tokens, scales)
             return combine(self._experts(received, x, topk_weights), received, self.buffer)
+        self._check(x, topk_idx, topk_weights, rows)  # before the first part moves
         size = -(-rows // parts)
         started = []
         for part in range(parts):
@@ -148,6 +149,16 @@ class ExpertParallel(nn.Module):
             combined.append(combine(y, received, self.buffer, async_op=True))
         routed = torch.cat([work.wait() for work in combined])
         return routed if shared is None else routed + shared
+
+    def _check(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, rows: int) -> None:
+        """Raise what `dispatch` would of a call that is not cut into parts."""
+        for name, choices in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+            if choices.shape[0] != x.shape[0]:
+                raise ValueError(f"{name}: got shape {list(choices.shape)}, expected [{x.shape[0]}, {self.buffer.topk}] (topk)")
+        if rows > self.buffer.max_tokens:
+            raise RuntimeError(f"max_tokens: got {rows} tokens, more than the Buffer's max_tokens = {self.buffer.max_tokens}")
+        if x.shape[0] > rows:
+            raise RuntimeError(f"x: got {x.shape[0]} tokens, more than max_tokens = {rows} of this call")
 
     def _parts(self, x: torch.Tensor, rows: int) -> int:
         """Parts that M rows are cut into, the same on all ranks."""
@@ -170,7 +181,7 @@ class ExpertParallel(nn.Module):
             groups = permute(received.recv_x, idx, local, capacity)
         else:
             groups = permute_fp8(received.recv_x, received.recv_x_scales, idx, local, capacity, dtype=x.dtype)
-            received, groups = straight_through(received, groups, x, topk_weights, self.buffer.name)
+            received, groups = straight_through(received, groups, x, topk_weights, self.buffer.open_name)
         hidden = self.activation(_grouped_mm(groups.expert_x, self.gate_up, groups.offsets))
         expert_y = _grouped_mm(hidden, self.down, groups.offsets)
         return unpermute(expert_y, groups.row_id_map, received.recv_topk_weights)

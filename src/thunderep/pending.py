@@ -43,6 +43,10 @@ class Pending:
             raise RuntimeError(f"handle: no operation of Buffer {self._name!r} is under way with it; wait once for each start")
         return started.result()
 
+    def forget(self, handle: torch.Tensor) -> None:
+        """Nobody will call `finish` with this handle."""
+        self._started.pop(handle.data_ptr(), None)
+
     def is_done(self, handle: torch.Tensor) -> bool:
         """Whether `finish` would not wait."""
         started = self._started.get(handle.data_ptr())

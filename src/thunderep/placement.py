@@ -9,6 +9,6 @@ def local_experts(num_experts: int, rank: int, num_ranks: int) -> range:
     >>> [list(local_experts(5, r, 3)) for r in range(3)]
     [[0, 1], [2, 3], [4]]
     """
-    base, extra = divmod(num_experts, num_ranks)
+    base, extra = num_experts // num_ranks, num_experts % num_ranks  # compilers take no divmod of symbols
     start = rank * base + min(rank, extra)
     return range(start, start + base + (rank < extra))

@@ -67,7 +67,7 @@ def combine(ys: Sequence[torch.Tensor], in_ranks: Sequence[torch.Tensor]) -> lis
     num_ranks, max_tokens = len(ys), len(ys[0]) // len(ys)
     results = []
     for me, in_rank in enumerate(in_ranks):
-        total = torch.zeros(len(in_rank), ys[0].shape[1])
+        total = torch.zeros(len(in_rank), ys[0].shape[1], dtype=torch.float32)
         for i in range(len(in_rank)):
             for rank in range(num_ranks):
                 if in_rank[i, rank]:
@@ -115,15 +115,15 @@ def quantize_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x: [T, H].
     """
     tokens, hidden = x.shape
-    x_fp8 = torch.full((tokens, hidden), torch.nan).to(torch.float8_e4m3fn)
-    x_scales = torch.zeros(tokens, -(-hidden // 128))
+    x_fp8 = torch.full((tokens, hidden), torch.nan, dtype=torch.float32).to(torch.float8_e4m3fn)
+    x_scales = torch.zeros(tokens, -(-hidden // 128), dtype=torch.float32)
     for i in range(tokens):
         for group in range(x_scales.shape[1]):
             columns = slice(group * 128, (group + 1) * 128)
             value = x[i, columns].float()
             finite = value.isfinite()
-            largest = torch.cat((value[finite].abs(), torch.zeros(1))).max()
-            x_scales[i, group] = torch.maximum(largest / 448, torch.tensor(2.0**-126))
+            largest = torch.cat((value[finite].abs(), value.new_zeros(1))).max()
+            x_scales[i, group] = torch.maximum(largest / 448, torch.tensor(2.0**-126, dtype=torch.float32))
             nearest = (value / x_scales[i, group]).to(torch.float8_e4m3fn)
             x_fp8[i, columns].view(torch.uint8)[finite] = nearest.view(torch.uint8)[finite]
     return x_fp8, x_scales

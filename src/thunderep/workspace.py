@@ -20,7 +20,7 @@ class Workspace:
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8) if device.type == "cpu" else None
+        self._memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device="cpu") if device.type == "cpu" else None
 
     def like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors of these shapes and types, until the next call."""
@@ -30,7 +30,7 @@ class Workspace:
         for tensor in tensors:
             part = self._memory[used : used + tensor.nbytes]
             if len(part) < tensor.nbytes:  # rows wider than the Buffer's dtype
-                part = torch.empty(tensor.nbytes, dtype=torch.uint8)
+                part = torch.empty(tensor.nbytes, dtype=torch.uint8, device="cpu")
             parts.append(part.view(tensor.dtype).view(tensor.shape))
             used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         return parts

@@ -189,3 +189,13 @@ def weights_beside_fp8_rows_have_their_gradient() -> bool:
             leaf = weights.clone().requires_grad_()
             grads += torch.autograd.grad(call(rows, scales, idx, leaf), leaf)
         return bool(grads[0].count_nonzero()) and all(torch.allclose(grads[0], grad) for grad in grads[1:])
+
+
+def experts_of_buffers_in_whole_graphs() -> list[int]:
+    """A function that asks two Buffers of different sizes for their experts, in one graph each time."""
+    function = torch.compile(lambda buffer, x: x + len(buffer.local_experts), fullgraph=True, backend="eager")
+    found = []
+    for num_experts in (8, 24, 16):
+        with thunderep.Buffer(num_experts=num_experts, hidden=8, topk=2, max_tokens=4, device="cpu") as buffer:
+            found.append(int(function(buffer, torch.zeros(1))))
+    return found

@@ -37,3 +37,7 @@ def test_start_and_wait_compile_and_keep_their_distance(in_flight: int, four_ran
 
 def test_weights_beside_fp8_rows_have_their_gradient(four_ranks: Callable[[], Ranks]) -> None:
     assert four_ranks().run(programs.weights_beside_fp8_rows_have_their_gradient) == [True] * 4
+
+
+def test_buffers_of_any_size_tell_their_experts_in_a_whole_graph(four_ranks: Callable[[], Ranks]) -> None:
+    assert four_ranks().run(programs.experts_of_buffers_in_whole_graphs) == [[2, 6, 4]] * 4

@@ -64,9 +64,9 @@ def forgotten() -> list[str]:
 
 
 def half_made(failing: int) -> tuple[str, float]:
-    """Make a Buffer, of which one rank runs out of memory in the end; what then is said, and after how many seconds."""
+    """Make a Buffer, which fails on one rank in the end; what then is said, and after how many seconds."""
     if dist.get_rank() == failing:
-        with unittest.mock.patch("thunderep.buffer.Workspace", side_effect=MemoryError), contextlib.suppress(MemoryError):
+        with unittest.mock.patch("thunderep.buffer._log.info", side_effect=MemoryError), contextlib.suppress(MemoryError):
             make()
         gc.collect()
         return "", 0.0
@@ -77,6 +77,17 @@ def half_made(failing: int) -> tuple[str, float]:
         return text, at - began
     finally:
         close()
+
+
+def short_of_memory(failing: int) -> str:
+    """Make a Buffer for which one rank has no memory; what is raised."""
+    patch = unittest.mock.patch("thunderep.buffer.Workspace", side_effect=MemoryError)
+    with patch if dist.get_rank() == failing else contextlib.nullcontext():
+        try:
+            make()
+        except RuntimeError as error:
+            return str(error)
+    return "made"
 
 
 def until_error(tokens: int = 512) -> tuple[str, int, str, float]:

@@ -94,6 +94,22 @@ def test_a_silent_rank_is_named_after_the_timeout(four_ranks: Callable[[], Ranks
         ranks.run(failures.close)
 
 
+def _make_collective(timeout: float) -> None:
+    failures.make(timeout=timeout, transport="collective")
+
+
+def test_over_collective_too_a_silent_rank_is_not_waited_for_longer_than_the_timeout() -> None:
+    with Ranks(2) as ranks:
+        ranks.run(_make_collective, 1.5)
+        ranks.run(failures.once)
+        began = time.monotonic()
+        ranks.start(failures.until_error, ranks=[0])
+        ((kind, _rank, text, at),) = ranks.collect(30, ranks=[0])
+    assert kind == "PeerError"
+    assert "while rank 0 waited in dispatch 3: silent for 1.5 s" in text
+    assert 1.4 < at - began < 5
+
+
 def test_a_rank_at_work_on_its_first_call_is_not_silent(four_ranks: Callable[[], Ranks]) -> None:
     """It may compile for minutes: as long as it uses its CPU, the others wait beyond `timeout`."""
     ranks = four_ranks()
@@ -196,6 +212,11 @@ def test_a_rank_that_fails_to_make_its_buffer_is_named(four_ranks: Callable[[], 
         if rank != 2:
             assert "rank 2 closed its Buffer" in text
             assert seconds < 5
+
+
+def test_a_rank_without_memory_is_named_by_all(four_ranks: Callable[[], Ranks]) -> None:
+    (report,) = set(four_ranks().run(failures.short_of_memory, 2))
+    assert "rank 1: ok; rank 2: MemoryError; rank 3: ok" in report
 
 
 def test_a_forked_child_is_told_to_spawn() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -199,7 +201,7 @@ def test_closed_buffer(buffer: thunderep.Buffer) -> None:
 
 
 def test_async_work(buffer: thunderep.Buffer) -> None:
-    """Work gives the result as often as it is asked, raises what the operation raised, and carries gradients."""
+    """Work gives the result as often as it is asked, and carries gradients."""
     x, idx, weights = inputs()
     x.requires_grad_()
     work = thunderep.dispatch(x, idx, weights, E, buffer, async_op=True)
@@ -209,11 +211,98 @@ def test_async_work(buffer: thunderep.Buffer) -> None:
     out = thunderep.combine(d.recv_x, d, buffer, async_op=True).wait()
     (grad,) = torch.autograd.grad(out.sum(), x)
     assert torch.equal(grad, d.is_token_in_rank.float().expand(T, H))
-    bad = thunderep.dispatch(x, torch.full((T, K), E), weights, E, buffer, async_op=True)
-    with pytest.raises(ValueError, match="topk_idx"):
-        bad.wait()
+    with pytest.raises(ValueError, match="topk_idx"):  # at once: who went on would be an operation ahead of the peers
+        thunderep.dispatch(x, torch.full((T, K), E), weights, E, buffer, async_op=True)
     with torch.no_grad():
         assert not thunderep.dispatch(x, idx, weights, E, buffer, async_op=True).wait().recv_x.requires_grad
+
+
+def test_work_that_failed_fails_as_often_as_it_is_asked(buffer: thunderep.Buffer) -> None:
+    def fail(handle: torch.Tensor) -> None:
+        asked.append(handle)
+        raise ValueError("once")
+
+    asked: list[torch.Tensor] = []
+    work = thunderep.Work(buffer, torch.zeros(1), fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="once"):
+            work.wait()
+    assert len(asked) == 1
+    assert work.is_completed()
+
+
+def test_one_work_may_be_waited_for_by_many_threads(buffer: thunderep.Buffer) -> None:
+    work = thunderep.dispatch(*inputs(), E, buffer, async_op=True)
+    with ThreadPoolExecutor(4) as pool:
+        received = list(pool.map(lambda _: work.wait(), range(8)))
+    assert all(d is received[0] for d in received)
+
+
+def test_work_that_nobody_waits_for_keeps_no_result(buffer: thunderep.Buffer) -> None:
+    for _ in range(3):
+        thunderep.dispatch(*inputs(), E, buffer, async_op=True)
+    gc.collect()
+    assert not buffer.pending._started
+
+
+def test_a_closed_buffer_is_not_the_next_one_of_its_name(buffer: thunderep.Buffer) -> None:
+    arguments: dict[str, Any] = {"num_experts": E, "hidden": H, "topk": K, "max_tokens": 32, "name": "taken again"}
+    arguments["dtype"] = torch.float32
+    thunderep.Buffer(**arguments).close()
+    first = thunderep.Buffer(**arguments)
+    d = thunderep.dispatch(*inputs(), E, first)
+    first.close()
+    with thunderep.Buffer(**arguments):
+        for use in (
+            lambda: thunderep.dispatch(*inputs(), E, first),
+            lambda: thunderep.combine(d.recv_x, d, first),
+            lambda: thunderep.all_reduce(torch.ones(2), first),
+        ):
+            with pytest.raises(RuntimeError, match="'taken again' is closed"):
+                use()
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_sums_are_float32_whatever_the_default_is(default: torch.dtype, buffer: thunderep.Buffer) -> None:
+    d = thunderep.dispatch(*inputs(), E, buffer)
+    y = torch.randn(T, H)
+    expected = torch.where(d.is_token_in_rank, y, 0)
+    torch.set_default_dtype(default)
+    try:
+        assert same_bits(thunderep.combine(y, d, buffer), expected)
+        (wanted,) = reference.combine([y], [d.is_token_in_rank])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same_bits(wanted, expected)
+
+
+def test_a_buffer_is_where_it_is_told_whatever_the_default_is(buffer: thunderep.Buffer) -> None:
+    with torch.device("meta"):
+        made = thunderep.Buffer(num_experts=E, hidden=H, topk=K, max_tokens=T, dtype=torch.float32, device="cpu")
+    with made:
+        made.check()
+        d = thunderep.dispatch(*inputs(), E, made)
+        assert torch.isfinite(thunderep.combine(d.recv_x, d, made)).all()
+
+
+def test_second_derivatives_are_refused(buffer: thunderep.Buffer) -> None:
+    x, idx, weights = inputs()
+    x.requires_grad_()
+    for async_op in (False, True):
+        d: Any = thunderep.dispatch(x, idx, weights, E, buffer, async_op=async_op)
+        d = d.wait() if async_op else d
+        out: Any = thunderep.combine(d.recv_x.square(), d, buffer, async_op=async_op)
+        out = out.wait() if async_op else out
+        (grad,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivatives"):
+            grad.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16])
+def test_combine_takes_ids_of_the_types_that_dispatch_gives(dtype: torch.dtype, buffer: thunderep.Buffer) -> None:
+    d = thunderep.dispatch(*inputs(), E, buffer)
+    with pytest.raises(ValueError, match=r"recv_topk_idx: got torch\.\w+, expected one of"):
+        thunderep.combine(d.recv_x, d._replace(recv_topk_idx=d.recv_topk_idx.to(dtype)), buffer)
 
 
 def test_reference_on_a_worked_example() -> None:

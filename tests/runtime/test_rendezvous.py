@@ -59,7 +59,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "max_tokens": ({"max_tokens": True}, "max_tokens: got True"),
     "dtype": ({"dtype": torch.float64}, "dtype: got torch.float64, expected one of"),
     "device": ({"device": "meta"}, "device: got meta"),
-    "shm on a GPU": ({"device": "cuda:0", "transport": "shm"}, "transport: 'shm' moves cpu tensors, but the device is cuda:0"),
+    "no such device": ({"device": "cuda:99"}, "device: got cuda:99, expected one of this process's"),
+    "no device": ({"device": "bogus"}, "device: got 'bogus', expected a CPU or CUDA device"),
+    "no type of a device": ({"device": 1.5}, "device: got 1.5, expected a CPU or CUDA device"),
+    "dma on a CPU": ({"device": "cpu", "transport": "dma"}, "transport: 'dma' moves cuda tensors, but the device is cpu"),
     "timeout": ({"timeout": 0}, "timeout: got 0"),
     "staging_bytes": ({"staging_bytes": 1.5}, "staging_bytes: got 1.5"),
     "name": ({"name": 7}, "name: got 7"),
@@ -156,6 +159,31 @@ def test_nothing_is_left_in_the_store(alone: dist.ProcessGroup) -> None:
     assert meeting.exchange("one", {"a": 1}) == [{"a": 1}]
     assert meeting.exchange("two", 2) == [2]
     assert not meeting._store.check(["one/0"])
+
+
+def test_groups_of_one_name_count_their_own_buffers() -> None:
+    """A process may be in both lives of a group's name, its new peers only in the second."""
+    labels = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        assert dist.group.WORLD is not None
+        labels += [Rendezvous(dist.group.WORLD, 5.0).label for _ in range(2)]
+        dist.destroy_process_group()
+    assert [label.split(".")[-1] for label in labels] == ["0", "1", "0", "1"]
+
+
+@pytest.mark.parametrize("transport", ["shm", "collective"])
+def test_who_comes_when_others_have_given_up_gets_no_buffer(transport: str) -> None:
+    with Ranks(2) as ranks:
+        ranks.start(_try_make, {0: {"timeout": 0.5, "transport": transport}}, ranks=[0])
+        assert "rank 1 of 2 had not arrived" in ranks.collect(20, ranks=[0])[0]
+        ranks.start(_try_make, {1: {"timeout": 0.5, "transport": transport}}, ranks=[1])
+        assert "came too late, rank 0 had given up waiting" in ranks.collect(20, ranks=[1])[0]
+
+
+def test_a_group_that_is_none_is_a_value_error(alone: dist.ProcessGroup) -> None:
+    with pytest.raises(ValueError, match="group: got 'ep', expected a ProcessGroup or None"):
+        thunderep.Buffer("ep", num_experts=2, hidden=4, topk=1, max_tokens=4)  # type: ignore[arg-type]
 
 
 def test_compare_lists_every_rank() -> None:

@@ -21,6 +21,7 @@ from thunderep.background import Operation, Rest
 from thunderep.buffer import lookup
 from thunderep.ops import combine, dispatch
 from thunderep.ops.library import HALVED, library
+from thunderep.ops.rows import no_second_derivative
 
 _Received = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -44,6 +45,7 @@ def _dispatch_start(
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
     dispatch.checked(lookup(buffer), x, topk_idx, topk_weights, num_experts, max_tokens, x_scales, True)
+    dispatch.check_ids(topk_idx, num_experts)
 
     def begin(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor | None) -> Rest:
         return dispatch.begin(x, idx, weights, num_experts, buffer, max_tokens, scales)
@@ -176,6 +178,9 @@ for _name, _setup, _backward in (
     ("combine_wait", _combine_wait_context, _combine_wait_backward),
 ):
     torch.library.register_autograd(f"thunderep::{_name}", _backward, setup_context=_setup, lib=library)
+for _name in ("dispatch_backward", "combine_backward"):
+    for _half in ("", "_start", "_wait"):
+        torch.library.register_autograd(f"thunderep::{_name}{_half}", no_second_derivative, lib=library)
 for _name in HALVED:
     torch.library.register_fake(f"thunderep::{_name}_start", _fake_start, lib=library)
     for _key in ("CPU", "CUDA"):

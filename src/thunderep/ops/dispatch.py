@@ -11,13 +11,23 @@ from thunderep.background import Rest
 from thunderep.buffer import Buffer, lookup
 from thunderep.ops.combine import SUM_DTYPES
 from thunderep.ops.library import library
-from thunderep.ops.rows import kernels, kernels_in, metadata, remember, require, require_device, rows_call, rows_sum
+from thunderep.ops.rows import (
+    IDX_DTYPES,
+    ONE_OF_IDX_DTYPES,
+    kernels,
+    kernels_in,
+    metadata,
+    remember,
+    require,
+    require_device,
+    rows_call,
+    rows_sum,
+)
 from thunderep.runtime.trace import phase
 from thunderep.runtime.transport import DTYPES, KINDS, Call, Transport
 
 ROW_DTYPES = DTYPES[:7]
-IDX_DTYPES = (torch.int32, torch.int64)
-_ONE_OF_ROW_DTYPES, _ONE_OF_IDX_DTYPES = f"one of {ROW_DTYPES}", f"one of {IDX_DTYPES}"  # made once: it takes microseconds
+_ONE_OF_ROW_DTYPES = f"one of {ROW_DTYPES}"  # made once: it takes microseconds
 
 _Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -35,7 +45,7 @@ def validate(
     require(x.dtype in ROW_DTYPES, "x", x.dtype, _ONE_OF_ROW_DTYPES)
     require(x.dtype.itemsize <= buffer.dtype.itemsize, "x", x.dtype, f"elements no wider than the Buffer's {buffer.dtype}")
     require(topk_idx.dim() == 2 and topk_idx.shape[1] == buffer.topk, "topk_idx", topk_idx, f"[T, {buffer.topk}] (topk)")
-    require(topk_idx.dtype in IDX_DTYPES, "topk_idx", topk_idx.dtype, _ONE_OF_IDX_DTYPES)
+    require(topk_idx.dtype in IDX_DTYPES, "topk_idx", topk_idx.dtype, ONE_OF_IDX_DTYPES)
     require(
         topk_weights.dim() == 2 and topk_weights.shape[1] == buffer.topk,
         "topk_weights",
@@ -112,7 +122,8 @@ def begin(
     """What of it moves data, and what is left."""
     owner = lookup(buffer)
     call = checked(owner, x, topk_idx, topk_weights, num_experts, max_tokens, x_scales, async_op)
-    _check_ids(topk_idx, num_experts)
+    if not async_op:  # then its start has
+        check_ids(topk_idx, num_experts)
     with owner.operation() as transport:
         direct = kernels(owner, transport, call)
         if direct is not None:
@@ -127,7 +138,7 @@ def begin(
         return Rest.of(recv_x, *received)
 
 
-def _check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
+def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
     """Raise for ids that no expert has, where the host sees them."""
     if len(topk_idx) and not topk_idx.is_cuda:
         low, high = topk_idx.aminmax()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,11 +17,19 @@ if TYPE_CHECKING:
     from thunderep.ops.direct import Kernels
     from thunderep.runtime.window import Window
 
+IDX_DTYPES = (torch.int32, torch.int64)
+ONE_OF_IDX_DTYPES = f"one of {IDX_DTYPES}"  # made once: it takes microseconds
+
 _MAX_CALLS = 4096
 """Signatures of calls that a Buffer remembers."""
 
 _BLOCK_ROWS = 128
 """Rows that are summed at a time on the CPU: their float32 sums stay in its cache."""
+
+
+def no_second_derivative(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    """The gradient of a gradient: there is none, which is better than to be without a part of it."""
+    raise NotImplementedError("thunderep: dispatch and combine have no second derivatives (create_graph=True)")
 
 
 def metadata(*tensors: torch.Tensor | None) -> tuple[object, ...]:
@@ -128,7 +136,7 @@ def sum_by_rank(own: torch.Tensor, by_rank: ByRank, is_token_in_rank: torch.Tens
             by_rank[other].index_fill_(0, (~went).nonzero().squeeze(1), 0)
         parts.append((own if other == rank else by_rank[other])[:tokens].split(_BLOCK_ROWS))
     result = own.new_empty(tokens, width)
-    total, wide = (torch.empty(min(_BLOCK_ROWS, tokens), width) for _ in range(2))
+    total, wide = (own.new_empty(min(_BLOCK_ROWS, tokens), width, dtype=torch.float32) for _ in range(2))
     for i, block in enumerate(result.split(_BLOCK_ROWS)):
         sum_, part = total[: len(block)].zero_(), wide[: len(block)]
         for other, blocks in enumerate(parts):

@@ -65,9 +65,9 @@ def connect(
     """
     pids = [answer["pid"] for answer in answers]
     if any(answer["host"] != answers[0]["host"] for answer in answers):
-        return wish.transport, CollectiveTransport(group, None)
+        return wish.transport, CollectiveTransport(group, None, wish.timeout)
     if wish.transport == "collective":
-        return wish.transport, CollectiveTransport(group, Watchdog(pids))
+        return wish.transport, CollectiveTransport(group, Watchdog(pids), wish.timeout)
     gpus = [answer.get("gpu", {}) for answer in answers]
     thresholds = _FIXED.get(wish.transport) or _agree_on_thresholds(meeting, [gpu["name"] for gpu in gpus], wish.shape.topk)
     try:
@@ -76,7 +76,7 @@ def connect(
         if wish.transport != "auto":
             raise
         _log.warning("'auto' falls back to 'collective': %s", error)
-        return "collective", CollectiveTransport(group, Watchdog(pids))
+        return "collective", CollectiveTransport(group, Watchdog(pids), wish.timeout)
 
 
 def _agree_on_thresholds(meeting: Rendezvous, gpus: Sequence[str], topk: int) -> Thresholds:

@@ -22,9 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_process_
 from thunderep.runtime.arena import Handle, Kind, Owner, Segment, attach
 
 _SLICE_SECONDS = 1.0
-
-_attempts: dict[str, int] = {}
-"""Rendezvous begun on each group in this process; the same on all of its ranks, since constructing a Buffer is collective."""
+_GAVE_UP: list[Any] = []
+"""In the place of an answer."""
 
 
 class Rendezvous:
@@ -38,10 +37,12 @@ class Rendezvous:
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
-        self.attempt = _attempts[group.group_name] = _attempts.get(group.group_name, -1) + 1
-        self.label = f"{group.group_name}.{self.attempt}"
+        # Each rank counts its meetings where the group meets: the next group of this name begins anew, whoever its ranks are.
+        store = _group_store(group)
+        attempt = store.add(f"thunderep/attempts/{self.rank} of {self.num_ranks}", 1) - 1
+        self.label = f"{group.group_name}.{attempt}"
         self._timeout = timeout
-        self._store = PrefixStore(f"thunderep/{self.label}", _group_store(group))
+        self._store = PrefixStore(f"thunderep/{self.label}", store)
         self._phases: list[str] = []
 
     def exchange(self, phase: str, answer: Any) -> list[Any]:
@@ -56,10 +57,15 @@ class Rendezvous:
         """
         keys = [f"{phase}/{rank}" for rank in range(self.num_ranks)]
         try:
-            self._store.set(keys[self.rank], json.dumps(answer))
+            self._store.set(keys[self.rank], json.dumps([answer]))
             self._wait(phase, keys)
-            answers = [json.loads(self._store.get(key)) for key in keys]
+            found = [json.loads(self._store.get(key)) for key in keys]
+            gone = [rank for rank, answers in enumerate(found) if answers == _GAVE_UP]
+            if gone:
+                raise _Late(f"rank {self.rank}: phase '{phase}': came too late, {_ranks(gone)} had given up waiting")
+            answers = [answer for (answer,) in found]
         except _Late as late:
+            self._store.set(keys[self.rank], json.dumps(_GAVE_UP))  # those who come now get nothing either
             raise RuntimeError(str(late)) from None
         except RuntimeError as error:
             raise RuntimeError(f"rank {self.rank}: phase '{phase}': the store was lost: {error}") from error
