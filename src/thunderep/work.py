@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, TypeVar
 
 import torch
@@ -23,6 +24,8 @@ class Work(Generic[_Result]):
         finish: The operator that waits for it.
     """
 
+    _lock: AbstractContextManager[object] = nullcontext()  # in a compiled graph, which has one thread
+
     def __init__(self, buffer: Buffer, handle: torch.Tensor, finish: Callable[[torch.Tensor], _Result]) -> None:
         self._buffer, self._handle, self._finish = buffer, handle, finish
         self._results: list[_Result] = []
@@ -39,13 +42,12 @@ class Work(Generic[_Result]):
         if torch.compiler.is_compiling():
             return self._first()
         with self._lock:
-            if self._error is not None:
-                raise self._error
-            try:
-                return self._first()
-            except Exception as error:
-                self._error = error
-                raise
+            if self._error is None:
+                try:
+                    return self._first()
+                except Exception as error:
+                    self._error = error
+            raise self._error
 
     def _first(self) -> _Result:
         if not self._results:

@@ -31,7 +31,11 @@ class Announcer:
 
     def failed(self, error: BaseException) -> None:
         """What was announced has not been issued, or not all of it: the Buffer is broken, and nobody waits for this rank."""
-        if not torch.cuda.is_current_stream_capturing():  # then nothing was issued, whatever the capture holds
+        try:
+            capturing = torch.cuda.is_current_stream_capturing()
+        except RuntimeError:  # the device is lost
+            capturing = False
+        if not capturing:  # else nothing was issued, whatever the capture holds
             self._control.give_up(error)
 
     def stats(self) -> Stats:

@@ -22,7 +22,6 @@ from thunderep.runtime.watchdog import PeerError, Watchdog
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-
 _LOOK_SECONDS = 1.0
 
 
@@ -133,7 +132,10 @@ class CollectiveTransport:
                 work.wait(timedelta(seconds=_LOOK_SECONDS))
                 return
             except RuntimeError:
-                if work.is_completed() or self._group is None:
+                if work.is_completed():
+                    work.wait()  # raises what the backend found, if it did not end a moment ago
+                    return
+                if self._group is None:
                     raise
                 if time.monotonic() > end:
                     raise RuntimeError(f"silent for {self._timeout:g} s") from None
