@@ -1,6 +1,8 @@
 """ExpertParallel on real ranks, against the same experts in one process."""
 
 import contextlib
+import copy
+import pickle
 from dataclasses import dataclass
 
 import pytest
@@ -255,6 +257,9 @@ def cut_wrongly(what):
             layer(x, idx, weights, 5)
         elif what == "other ids":
             layer(x, idx[:5], weights)
+        elif what == "no such expert":
+            idx[5] = 99
+            layer(x, idx, weights)
         else:
             layer(x, idx, weights)
         raise AssertionError("it ran")
@@ -266,11 +271,26 @@ def cut_wrongly(what):
         ("more than max_tokens", "x: got 6 tokens, more than max_tokens = 5 of this call"),
         ("more than the Buffer holds", "more than the Buffer's max_tokens"),
         ("other ids", "topk_idx: got shape .5, 1., expected .6, 1."),
+        ("no such expert", "topk_idx: got ids from 0 to 99"),
     ],
 )
 def test_no_part_of_a_call_that_does_not_fit_is_dropped(one_rank, what, message):
     with pytest.raises(RankError, match=message):
         one_rank().run(cut_wrongly, what)
+
+
+def copied():
+    """Whether a copy of a layer has its own parameters and the same Buffer."""
+    with open_buffer(Case((1,), 2, 1, torch.float32)) as buffer:
+        layer = ExpertParallel(buffer, 4)
+        twin = copy.deepcopy(layer)
+        with pytest.raises(TypeError, match="save a module's state_dict"):
+            pickle.dumps(layer)
+        return twin.buffer is buffer and twin.down is not layer.down and torch.equal(twin.down, layer.down)
+
+
+def test_a_copy_of_a_layer_shares_its_buffer(one_rank):
+    assert one_rank().run(copied) == [True]
 
 
 def wrong(what):

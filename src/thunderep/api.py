@@ -173,7 +173,9 @@ def permute(
         The groups. Gradients reach x.
 
     Raises:
-        ValueError: A shape, type or id is wrong, or capacity is too small.
+        ValueError: A shape or type is wrong; for CPU tensors also: an id is, or capacity is too small. On CUDA the host does
+            not look: choices with such an id, or beyond capacity, are left out.
+        RuntimeError: No capacity while a CUDA graph is captured.
     """
     rows = -1 if capacity is None else capacity
     return PermuteOutput(*torch.ops.thunderep.permute(x, topk_idx, num_local_experts, rows, alignment))

@@ -205,6 +205,13 @@ class Buffer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
+        """Copies of a module share its Buffer."""
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Buffer belongs to its process and cannot be pickled; save a module's state_dict instead")
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else self.transport
         return f"thunderep.Buffer({self.name!r}, rank {self.rank} of {self.num_ranks}, {state})"

@@ -26,7 +26,7 @@ def all_gather(x: torch.Tensor, buffer: Buffer, sizes: Sequence[int] | None = No
 
     Returns:
         [sum of T, ...], x's type: rank 0's rows, then rank 1's, ..., bit for bit. The gradient of x is the
-        `reduce_scatter` of the ranks' gradients.
+        `reduce_scatter` of the ranks' gradients, which takes bf16, fp16 and fp32.
 
     Raises:
         ValueError: A shape, type, device or size is wrong.

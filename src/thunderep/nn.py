@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from thunderep.api import DispatchOutput, combine, dispatch, permute, permute_fp8, quantize_fp8, unpermute
 from thunderep.buffer import Buffer
+from thunderep.ops.dispatch import check_ids
 from thunderep.straight_through import straight_through
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -49,7 +50,8 @@ class ExpertParallel(nn.Module):
     Args:
         buffer: The group's Buffer; it says how many experts there are, where they live, H and K.
         intermediate: I, the inner size of an expert.
-        activation: What stands between the products: [C, 2 I] to [C, I].
+        activation: What stands between the products: [C, 2 I] to [C, I], row by row and without parameters. On CUDA it also
+            gets rows that no token has, with anything in them.
         dtype: The parameters' type, which x must have too; None: the Buffer's.
         overlap: Parts that the tokens are cut into; None: 2 on CUDA from 8 MiB of rows a rank on, else 1.
         shared: A shared expert, [T, H] to [T, H], whose output is added; it runs while tokens travel.
@@ -159,6 +161,8 @@ class ExpertParallel(nn.Module):
             raise RuntimeError(f"max_tokens: got {rows} tokens, more than the Buffer's max_tokens = {self.buffer.max_tokens}")
         if x.shape[0] > rows:
             raise RuntimeError(f"x: got {x.shape[0]} tokens, more than max_tokens = {rows} of this call")
+        if not torch.compiler.is_compiling():  # under a compiler each part's operator looks at its own
+            check_ids(topk_idx, self.buffer.num_experts)
 
     def _parts(self, x: torch.Tensor, rows: int) -> int:
         """Parts that M rows are cut into, the same on all ranks."""

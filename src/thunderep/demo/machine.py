@@ -26,7 +26,7 @@ def choose_device(device: Literal["cpu", "cuda"] | None, ranks: int | None) -> t
     Raises:
         ValueError: More ranks than GPUs were asked for.
     """
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0  # NVML counts those that CUDA cannot use, too
     if device is None:
         device = "cuda" if gpus >= (ranks or 2) else "cpu"
     if device == "cpu":

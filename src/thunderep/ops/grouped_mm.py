@@ -38,6 +38,11 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torc
 
 
 def _groups(offsets: torch.Tensor) -> Iterator[slice]:
+    if offsets.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "thunderep::grouped_mm reads its offsets, which a CUDA graph's capture cannot: take bfloat16 and sizes that are"
+            " multiples of 8, for which PyTorch's own product stands in"
+        )
     start = 0
     for end in offsets.tolist():
         yield slice(start, end)

@@ -79,6 +79,8 @@ def place_cuda(
     _validate_count(topk_idx, num_local_experts, alignment)
     offsets, choice, row = _group(topk_idx, num_local_experts, alignment)
     if capacity == -1:
+        if topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("capacity: got None, expected a number of rows: a CUDA graph's capture cannot find it out")
         capacity = int(offsets[-1].item()) if num_local_experts else 0
     row = torch.where(row < capacity, row, -1)
     device = topk_idx.device

@@ -117,14 +117,26 @@ class Ranks:
         for rank in range(self.num_ranks) if ranks is None else ranks:
             try:
                 if not self._pipes[rank].poll(max(0.0, deadline - time.monotonic())):
+                    failed = self._failures(rank)
                     self.kill()
                     raise TimeoutError(
-                        f"rank {rank} of {self.num_ranks} did not answer within {timeout:g} s; all ranks were killed"
+                        f"rank {rank} of {self.num_ranks} did not answer within {timeout:g} s; all ranks were killed{failed}"
                     )
                 results.append(pickle.loads(self._pipes[rank].recv_bytes()))
             except (EOFError, ConnectionResetError):
                 results.append(EOFError(f"rank {rank}'s process has ended{self._how(rank)}"))
         return results
+
+    def _failures(self, first: int) -> str:
+        """What ranks from `first` on have raised meanwhile."""
+        found = ""
+        for rank in range(first, self.num_ranks):
+            with contextlib.suppress(EOFError, OSError):
+                if self._pipes[rank].poll() and isinstance(
+                    outcome := pickle.loads(self._pipes[rank].recv_bytes()), BaseException
+                ):
+                    found += f"; rank {rank}: {type(outcome).__name__}: {outcome}"
+        return found
 
     def _how(self, rank: int) -> str:
         """How a process ended, if that is known."""
@@ -161,6 +173,8 @@ class Ranks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None:
+            self.kill()  # they may be in the middle of something
         self.close()
 
 
