@@ -210,6 +210,9 @@ def test_device_and_ranks_follow_the_machine(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match=r"ranks: got 1, .* sees 0 GPUs"):
         choose_device("cuda", None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the driver is too old
+    assert choose_device(None, None) == ("cpu", 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device(None, None) == ("cuda", 2)
     assert choose_device(None, 4) == ("cpu", 4)
     assert choose_device("cpu", None) == ("cpu", 4)
