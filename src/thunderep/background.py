@@ -135,7 +135,7 @@ class SideStream:
         """Issue one, on copies; it begins when the caller's stream gets here. Raises what issuing it raises."""
         kept = _copies(tensors)
         caller = torch.cuda.current_stream(self._stream.device)
-        capture = _capture(caller)
+        capture = cuda.current_capture(caller.cuda_stream)
         # Earlier callers may still read what this operation will be given: memory that was freed to the side stream.
         callers = self._callers_in(capture)
         callers.add(caller)
@@ -156,7 +156,7 @@ class SideStream:
     def join(self) -> None:
         """Order the current stream after all that nobody has waited for."""
         if self._under_way and (current := torch.cuda.current_stream(self._stream.device)) != self._stream:
-            capture = _capture(current)
+            capture = cuda.current_capture(current.cuda_stream)
             for started in tuple(self._under_way):
                 if started.capture in (0, capture):
                     started.order()
@@ -202,7 +202,7 @@ class OnStream:
     def order(self) -> None:
         """Order the current stream after it."""
         current = torch.cuda.current_stream(self._caller.device)
-        capture = _capture(current)
+        capture = cuda.current_capture(current.cuda_stream)
         if capture and not self.capture:
             raise RuntimeError(
                 "an operation with async_op=True that began before this CUDA graph's capture has not been waited for;"
@@ -221,11 +221,6 @@ class OnStream:
                 if tensor is not None:
                     tensor.record_stream(self._side)
         self._kept = ()
-
-
-def _capture(stream: torch.cuda.Stream) -> int:
-    """What tells the capture that the current stream, this one, is part of from all others; 0: it is part of none."""
-    return cuda.capture_id(stream.cuda_stream) if torch.cuda.is_current_stream_capturing() else 0
 
 
 def _copies(tensors: _Tensors) -> _Tensors:

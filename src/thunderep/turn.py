@@ -29,7 +29,7 @@ class StreamOrder:
         What was captured has not run, and what runs is no part of a capture: they are not ordered.
         """
         stream = torch._C._cuda_getCurrentRawStream(self._device.index)
-        capture = cuda.capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
+        capture = cuda.current_capture(stream)
         if (stream, capture) == self._at:
             return
         current = torch.cuda.current_stream(self._device)

@@ -13,13 +13,12 @@ from thunderep.background import Rest
 from thunderep.buffer import Buffer, lookup
 from thunderep.ops.library import library
 from thunderep.ops.rows import (
-    IDX_DTYPES,
-    ONE_OF_IDX_DTYPES,
     kernels,
     metadata,
     remember,
     require,
     require_device,
+    require_id_type,
     rows_call,
     rows_sum,
 )
@@ -39,7 +38,7 @@ def validate(owner: Buffer, name: str, y: torch.Tensor, recv_topk_idx: torch.Ten
         recv_topk_idx,
         f"[R, {owner.topk}] (topk)",
     )
-    require(recv_topk_idx.dtype in IDX_DTYPES, "recv_topk_idx", recv_topk_idx.dtype, ONE_OF_IDX_DTYPES)
+    require_id_type("recv_topk_idx", recv_topk_idx)
     require(
         is_token_in_rank.dim() == 2 and is_token_in_rank.shape[1] == owner.num_ranks,
         "is_token_in_rank", is_token_in_rank, f"[T, {owner.num_ranks}] (ranks)",

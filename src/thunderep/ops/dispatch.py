@@ -12,14 +12,13 @@ from thunderep.buffer import Buffer, lookup
 from thunderep.ops.combine import SUM_DTYPES
 from thunderep.ops.library import library
 from thunderep.ops.rows import (
-    IDX_DTYPES,
-    ONE_OF_IDX_DTYPES,
     kernels,
     kernels_in,
     metadata,
     remember,
     require,
     require_device,
+    require_id_type,
     rows_call,
     rows_sum,
 )
@@ -45,7 +44,7 @@ def validate(
     require(x.dtype in ROW_DTYPES, "x", x.dtype, _ONE_OF_ROW_DTYPES)
     require(x.dtype.itemsize <= buffer.dtype.itemsize, "x", x.dtype, f"elements no wider than the Buffer's {buffer.dtype}")
     require(topk_idx.dim() == 2 and topk_idx.shape[1] == buffer.topk, "topk_idx", topk_idx, f"[T, {buffer.topk}] (topk)")
-    require(topk_idx.dtype in IDX_DTYPES, "topk_idx", topk_idx.dtype, ONE_OF_IDX_DTYPES)
+    require_id_type("topk_idx", topk_idx)
     require(
         topk_weights.dim() == 2 and topk_weights.shape[1] == buffer.topk,
         "topk_weights",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from thunderep.runtime.window import Window
 
 IDX_DTYPES = (torch.int32, torch.int64)
-ONE_OF_IDX_DTYPES = f"one of {IDX_DTYPES}"  # made once: it takes microseconds
+_ONE_OF_IDX_DTYPES = f"one of {IDX_DTYPES}"  # made once: it takes microseconds
 
 _MAX_CALLS = 4096
 """Signatures of calls that a Buffer remembers."""
@@ -52,6 +52,11 @@ def require(condition: bool, name: str, got: object, expected: object) -> None:
     if not condition:
         shown = f"shape {list(got.shape)}" if isinstance(got, torch.Tensor) else got
         raise ValueError(f"{name}: got {shown}, expected {expected}")
+
+
+def require_id_type(name: str, idx: torch.Tensor) -> None:
+    """Raise ValueError unless these may be expert ids."""
+    require(idx.dtype in IDX_DTYPES, name, idx.dtype, _ONE_OF_IDX_DTYPES)
 
 
 def require_device(buffer: Buffer, tensors: Mapping[str, torch.Tensor]) -> None:

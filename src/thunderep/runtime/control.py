@@ -56,7 +56,6 @@ class Control:
         self._broken: RuntimeError | None = None
         self._closing = False
         self.sequence = 0
-        self._captured = False  # whether this rank's calls are no longer numbered as those of ranks that issue each
         self.waited = [0.0] * layout.num_ranks
 
     def check(self) -> None:
@@ -91,7 +90,6 @@ class Control:
         if self._closing:
             raise RuntimeError("the Buffer is closed")
         self.sequence += 1
-        self._captured = captured
         self._records.write(self.sequence, call, captured)
 
     def compare(self) -> None:
@@ -167,8 +165,9 @@ class Control:
         done = {rank: self._records.last(rank)[0] for rank in self._peers}
 
         def left(rank: int) -> bool:
-            captured = self._captured or self._records.captured(rank)
-            return self._status(rank)[0] != _CLOSED or (done[rank] < self.sequence and not captured)
+            if self._status(rank)[0] != _CLOSED:
+                return True
+            return done[rank] < self.sequence and not any(map(self._records.captured, (rank, self._rank)))
 
         return sorted(filter(left, self._peers), key=lambda rank: done[rank])
 

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 DEFAULT_QUEUES = 8
 """Hardware queues that CUDA spreads a process's streams over, unless CUDA_DEVICE_MAX_CONNECTIONS says otherwise: up to 32."""
 
@@ -148,6 +150,11 @@ def capture_id(stream: int) -> int:
     """What tells the capture that a stream is part of from all others; 0: it is part of none."""
     status, number, *_ = _call("cuStreamGetCaptureInfo", stream)
     return int(number) if int(status) == int(_driver().CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE) else 0
+
+
+def current_capture(stream: int) -> int:
+    """`capture_id` of the current stream, this one; next to free where no capture is under way."""
+    return capture_id(stream) if torch.cuda.is_current_stream_capturing() else 0
 
 
 def synchronize() -> None:
