@@ -24,6 +24,7 @@ from bench.measure import Timings, compare
 from bench.report import (
     RANKS,
     Row,
+    console,
     default_ranks,
     machine_facts,
     place,
@@ -32,11 +33,12 @@ from bench.report import (
     write_json,
     write_plot,
 )
+from thunderep.buffer import TransportName
 from thunderep.testing.processes import Ranks
 
 Device = Literal["cpu", "cuda"]
 
-TRANSPORTS: dict[Device, tuple[Literal["shm", "dma", "direct", "auto", "collective"], ...]] = {
+TRANSPORTS: dict[Device, tuple[TransportName, ...]] = {
     "cpu": ("shm", "collective"),
     "cuda": ("dma", "direct", "auto", "collective"),
 }
@@ -89,13 +91,13 @@ def main(
                 for transport in TRANSPORTS[device]
             ]
     title = f"dispatch and combine, {place(device, ranks)}"
-    print_tables(Console(), rows, title)
-    warn_if_shared(Console(), device, ranks)
+    print_tables(console(), rows, title)
+    warn_if_shared(console(), device, ranks)
     out.mkdir(parents=True, exist_ok=True)
     stem = out / f"dispatch-{device}-{ranks}-ranks"
     write_json(stem.with_suffix(".json"), rows, facts)
     write_plot(stem.with_suffix(".png"), rows, title)
-    Console().print(f"wrote {stem}.json and {stem}.png")
+    console().print(f"wrote {stem}.json and {stem}.png")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import thunderep
@@ -25,7 +24,7 @@ from bench import baseline
 from bench.bench_dispatch import BACKENDS, TRANSPORTS, Device
 from bench.contenders import SHAPES, Inputs, Shape, chosen
 from bench.measure import Timings, compare
-from bench.report import RANKS, default_ranks, machine_facts, place, warn_if_shared
+from bench.report import RANKS, console, default_ranks, machine_facts, place, warn_if_shared
 from thunderep.testing.processes import Ranks
 
 TOKENS: dict[Device, tuple[int, ...]] = {"cpu": (64, 512), "cuda": (16, 256, 1024, 2048, 4096)}
@@ -110,7 +109,7 @@ def main(
     shapes = chosen(shape)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     ranks = ranks or default_ranks(device)
-    console, rows = Console(), []
+    screen, rows = console(), []
     with Ranks(ranks, BACKENDS[device]) as processes:
         for name in shapes:
             title = f"{name}, {place(device, ranks)}: medians in microseconds; in brackets, times faster than bf16"
@@ -121,13 +120,13 @@ def main(
                 for who in timings:
                     table.add_row(str(count), who, *_cells(who, timings))
                 table.add_section()
-            console.print(table)
-    warn_if_shared(console, device, ranks)
+            screen.print(table)
+    warn_if_shared(screen, device, ranks)
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"fp8-{device}-{ranks}-ranks.json"
     facts = machine_facts(device, ranks) | {"repeats": repeats}
     path.write_text(json.dumps({"facts": facts, "unit": "microseconds", "rows": rows}, indent=1) + "\n")
-    console.print(f"wrote {path}")
+    screen.print(f"wrote {path}")
 
 
 def _ratios(who: str, timings: dict[str, Timings]) -> list[float | None]:

@@ -16,13 +16,12 @@ from typing import Annotated
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from bench.bench_dispatch import TRANSPORTS
 from bench.contenders import SHAPES, Inputs, Ours, Theirs, partial_results
 from bench.measure import Contender
-from bench.report import default_ranks, machine_facts, warn_if_shared
+from bench.report import console, default_ranks, machine_facts, warn_if_shared
 from thunderep.testing.processes import Ranks
 
 _BURST = 10
@@ -77,13 +76,13 @@ def main(
     dispatch, combine = found["nccl"]
     for name, (ours, theirs) in found.items():
         table.add_row(name, f"{ours:.1f}", f"{ours / dispatch:.2f}", f"{theirs:.1f}", f"{theirs / combine:.2f}")
-    Console().print(table)
-    warn_if_shared(Console(), "cuda", ranks)
+    console().print(table)
+    warn_if_shared(console(), "cuda", ranks)
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"host-{ranks}-ranks.json"
     facts = machine_facts("cuda", ranks) | {"shape": shape, "tokens": tokens}
     path.write_text(json.dumps({"facts": facts, "unit": "microseconds", "over": found}, indent=1) + "\n")
-    Console().print(f"wrote {path}")
+    console().print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -15,14 +15,13 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from bench import loopback
 from bench.contenders import SHAPES, Inputs, Ours, chosen
 from bench.link import two_way_gbps
 from bench.measure import Timings, compare
-from bench.report import machine_facts
+from bench.report import console, machine_facts
 
 _TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -56,7 +55,7 @@ def main(
     if not torch.cuda.is_available():
         raise typer.BadParameter("needs a GPU")
     loopback.play(ranks)
-    gbps, console, rows = two_way_gbps(), Console(), []
+    gbps, screen, rows = two_way_gbps(), console(), []
     for name in shapes:
         table = Table(title=f"{name}: {torch.cuda.get_device_name()} plays {ranks} ranks, median us (/ link)")
         table.add_column("tokens", justify="right")
@@ -72,12 +71,12 @@ def main(
             rows.append(
                 {"shape": name, "tokens": count, "link_us": link_us, "us": {t: v._asdict() for t, v in timings.items()}}
             )
-        console.print(table)
+        screen.print(table)
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"loopback-{ranks}-ranks.json"
     facts = machine_facts("cuda", ranks) | {"one GPU plays all": True, "repeats": repeats, "two_way_gbps": gbps}
     path.write_text(json.dumps({"facts": facts, "unit": "microseconds", "rows": rows}, indent=1) + "\n")
-    console.print(f"wrote {path}")
+    screen.print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,14 @@
     python -m bench.bench_moe_layer --shape qwen3-30b-a3b --tokens 1 --tokens 64 --layers 48 --intermediate 64  # a decode step
 
 Ours with every option; torch.distributed (NCCL, gloo) one operation after another, and in halves that overlap; and the layer
-without communication, on rows that came before: what is above that is exposed communication. On CUDA graphs are replayed.
+without communication, on rows that came before: what is above that is exposed communication. On CUDA graphs are replayed. One
+GPU alone plays two ranks (see `bench.loopback`), and there is no NCCL beside it, unless `--ranks` is given: then so many
+processes share it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
@@ -16,29 +19,31 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import thunderep
-from bench import baseline
+from bench import baseline, loopback
 from bench.bench_dispatch import BACKENDS, Device
 from bench.contenders import SHAPES, Shape, chosen
 from bench.measure import layer_times
-from bench.report import RANKS, default_ranks, machine_facts, place, warn_if_shared
+from bench.report import RANKS, console, default_ranks, machine_facts, place, warn_if_shared
 from bench.timeline import draw
+from thunderep.buffer import TransportName
 from thunderep.nn import ExpertParallel
 from thunderep.testing.processes import Ranks
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
+WITHOUT = "no communication"
+
 INTERMEDIATE = {"qwen3-30b-a3b": 768, "gpt-oss-120b": 2880, "glm-4.5-air": 1408}
 TOKENS: dict[Device, tuple[int, ...]] = {"cpu": (8, 64), "cuda": (1, 16, 64, 1024, 2048, 4096)}
-TRANSPORTS: dict[Device, tuple[Literal["shm", "dma", "direct"], ...]] = {"cpu": ("shm",), "cuda": ("dma", "direct")}
+TRANSPORTS: dict[Device, tuple[TransportName, ...]] = {"cpu": ("shm",), "cuda": ("dma", "direct", "auto")}
 
 
 class Router:
@@ -88,7 +93,7 @@ def layers(name: str, tokens: int, device: Device, intermediate: int, stack: lis
             label = transport + (", overlapped" if overlap > 1 else "") + (", fp8" if fp8 else "")
             found[label] = lambda x, twin=twin: twin(x, *router(x))  # type: ignore[misc]
     assert layer is not None
-    for cut in parts:
+    for cut in parts if dist.get_backend() != "fake" else ():
         label = f"{dist.get_backend()}, overlapped" if cut > 1 else dist.get_backend()
         found[label] = lambda x, cut=cut: gathered(layer, x, router(x), cut)  # type: ignore[misc]
     x = inputs(shape, tokens, where)
@@ -98,7 +103,7 @@ def layers(name: str, tokens: int, device: Device, intermediate: int, stack: lis
         router(x)
         return layer._experts(received, x, received.recv_topk_weights)
 
-    found["no communication"] = without
+    found[WITHOUT] = without
     return found
 
 
@@ -117,7 +122,7 @@ def measure(
     buffers: list[thunderep.Buffer] = []
     try:
         found = layers(name, tokens, device, intermediate, buffers)
-        results = {label: layer(x) for label, layer in found.items() if label != "no communication"}
+        results = {label: layer(x) for label, layer in found.items() if label != WITHOUT}
         expected = next(iter(results.values()))
         for result in results.values():
             torch.testing.assert_close(result, expected, rtol=2**-3, atol=2**-3)  # fp8 rounds to 3 bits
@@ -147,30 +152,35 @@ def main(
     """Measure a whole layer beside torch.distributed; print a table, write JSON."""
     shapes = chosen(shape)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    alone = ranks is None and device == "cuda" and torch.cuda.device_count() == 1
     ranks, backend = ranks or default_ranks(device), BACKENDS[device]
-    console, rows = Console(), []
+    screen, rows = console(), []
     out.mkdir(parents=True, exist_ok=True)
-    with Ranks(ranks, backend) as processes:
+    if alone:
+        loopback.play(ranks)
+    with contextlib.nullcontext() if alone else Ranks(ranks, backend) as processes:
         for name in shapes:
-            table = Table(title=f"{name}, {place(device, ranks)}: us, and how many times faster than {backend}")
+            table = Table("tokens", "", title=f"{name}, {place(device, ranks, alone)}")
+            for header in ("us", "exposed", *(() if alone else (f"times faster than {backend}",))):
+                table.add_column(header, justify="right")
             for count in sorted(tokens or TOKENS[device]):
                 last = timeline and device == "cuda" and count == max(tokens or TOKENS[device])
                 picture = str(out / f"layer-{name}-{count}.png") if last else None
                 inner = intermediate or INTERMEDIATE[name]
-                arguments = (name, count, device, inner, depth, repeats, picture)
-                times = processes.run(measure, *arguments, timeout=600)[0]
-                if not table.columns:
-                    for column in ("tokens", *times):
-                        table.add_column(column)
-                cells = [f"{t:,.0f} ({times[backend] / t:.2f})" for t in times.values()]
-                table.add_row(str(count), *cells)
+                job = (name, count, device, inner, depth, repeats, picture)
+                times: dict[str, float] = measure(*job) if processes is None else processes.run(measure, *job, timeout=600)[0]
+                table.add_section()
+                for label, us in times.items():
+                    cells = [str(count), label, f"{us:,.0f}", f"{us - times[WITHOUT]:,.0f}"]
+                    table.add_row(*cells, *([] if alone else [f"{times[backend] / us:.2f}"]))
                 rows.append({"shape": name, "tokens": count, "intermediate": inner, "us": times})
-            console.print(table)
-    warn_if_shared(console, device, ranks)
-    facts = machine_facts(device, ranks) | {"repeats": repeats, "layers": depth}
+            screen.print(table)
+    if not alone:
+        warn_if_shared(screen, device, ranks)
+    facts = machine_facts(device, ranks) | {"one GPU plays all": alone, "repeats": repeats, "layers": depth}
     path = out / f"moe-layer-{device}-{ranks}-ranks.json"
     path.write_text(json.dumps({"facts": facts, "unit": "microseconds", "rows": rows}, indent=1) + "\n")
-    console.print(f"wrote {path}")
+    screen.print(f"wrote {path}")
 
 
 if __name__ == "__main__":

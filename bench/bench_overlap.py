@@ -18,13 +18,12 @@ from typing import Annotated, NamedTuple
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from bench import loopback
 from bench.contenders import SHAPES, Inputs, Ours, Theirs
 from bench.measure import StreamClock
-from bench.report import default_ranks, machine_facts, warn_if_shared
+from bench.report import console, default_ranks, machine_facts, warn_if_shared
 from thunderep.testing.processes import Ranks
 
 
@@ -131,14 +130,14 @@ def main(
                 f"{overlap.products:.1f} ms",
                 f"{overlap.communication:.1f} ms",
             )
-    Console().print(table)
+    console().print(table)
     if not alone:
-        warn_if_shared(Console(), "cuda", ranks)
+        warn_if_shared(console(), "cuda", ranks)
     facts = machine_facts("cuda", ranks) | {"one GPU plays all": alone, "shape": shape, "tokens": tokens}
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"overlap-{ranks}-ranks.json"
     path.write_text(json.dumps({"facts": facts, "over": found}, indent=1))
-    Console().print(f"wrote {path}")
+    console().print(f"wrote {path}")
 
 
 if __name__ == "__main__":

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from bench.report import console
 from bench.vllm_rank import Phase
 from thunderep.integrations.vllm import SETTING
 
@@ -151,7 +151,7 @@ def main(
             rows.append({"model": name} | row)
             cells = (row["phase"], row[STOCK], row[OURS], row["ratio"], f"{row['identical']} of {row['sequences']}")
             table.add_row(name, *map(str, cells))
-    Console().print(table)
+    console().print(table)
     out.mkdir(parents=True, exist_ok=True)
     (out / f"vllm-{ranks}-ranks.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
 

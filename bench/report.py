@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,6 +54,9 @@ class Row:
 RANKS = "Processes; if left out, 4 on CPU, one a GPU on CUDA. Where there are fewer GPUs than ranks, they are shared."
 
 
+_WIDE = 160
+
+
 def default_ranks(device: str) -> int:
     """Ranks that a benchmark runs unless it is told how many; on one GPU two share it."""
     return max(2, torch.cuda.device_count()) if device == "cuda" else 4
@@ -78,8 +82,16 @@ def machine_facts(device: str, ranks: int) -> dict[str, object]:
     return facts
 
 
-def place(device: str, ranks: int) -> str:
-    """Ranks and hardware in a few words."""
+def console() -> Console:
+    """Standard output. In a file, whose width nobody limits, tables keep theirs."""
+    free = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=_WIDE if free else None)
+
+
+def place(device: str, ranks: int, alone: bool = False) -> str:
+    """Ranks and hardware in a few words; `alone`: one GPU plays them all."""
+    if alone:
+        return f"{torch.cuda.get_device_name()} plays {ranks} ranks"
     if device == "cuda":
         gpus = torch.cuda.device_count()
         return f"{ranks} ranks{f' that share {gpus}' if ranks > gpus else ','} {torch.cuda.get_device_name()}"
@@ -91,19 +103,19 @@ def _cpu_model() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def warn_if_shared(console: Console, device: str, ranks: int) -> None:
+def warn_if_shared(screen: Console, device: str, ranks: int) -> None:
     """Say what NCCL's figures are worth where ranks share GPUs."""
     if device == "cuda" and ranks > torch.cuda.device_count():
-        console.print(
+        screen.print(
             "[bold]Ranks share GPUs:[/bold] NCCL goes from one to another through the GPU's own memory (2.30 or newer) or"
             " through sockets, never through host memory, so nothing beside it here holds for several GPUs. Without CUDA's"
             " Multi-Process Service ranks also take turns."
         )
 
 
-def print_tables(console: Console, rows: Sequence[Row], title: str) -> None:
+def print_tables(screen: Console, rows: Sequence[Row], title: str) -> None:
     """Show medians in microseconds, a table a shape; beside ours, how many times faster than the rival it is."""
-    console.print(f"[bold]{title}[/bold]\nmedians in microseconds; in brackets, how many times faster than {rows[0].rival}")
+    screen.print(f"[bold]{title}[/bold]\nmedians in microseconds; in brackets, how many times faster than {rows[0].rival}")
     for shape in dict.fromkeys(row.shape for row in rows):
         table = Table(title=shape, title_justify="left", min_width=72)
         table.add_column("tokens", justify="right")
@@ -123,7 +135,7 @@ def print_tables(console: Console, rows: Sequence[Row], title: str) -> None:
                 if row.link_us:
                     cells += [f"{timing.median / row.link_us:.2f}" for timing in row.ours[:2]]
                 table.add_row("", row.name, *cells)
-        console.print(table)
+        screen.print(table)
 
 
 def write_json(path: Path, rows: Sequence[Row], facts: dict[str, object]) -> None:
