@@ -139,6 +139,13 @@ def test_output_folder_that_cannot_be_made(tmp_path: Path) -> None:
     assert (result.exit_code, "file/out" in result.output) == (1, True), result.output
 
 
+def test_output_that_cannot_hold_a_character_gets_another() -> None:
+    code = "from thunderep import cli; cli.app = lambda **_: print('caf\\u00e9'); cli.main()"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "caf?\n"), done.stderr
+
+
 def test_doctor_shows_a_table() -> None:
     status, output = finish(start("doctor"))
     assert status == int("Problems:" in output)

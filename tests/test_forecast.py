@@ -134,6 +134,9 @@ def test_a_description_of_ones_own(tmp_path: Path) -> None:
     assert forecast(machines.load(str(file)), "dispatch", QWEN3, 4096).ours > 6_000
 
 
+ENGINES = {"count": 3, "launch_us": 8.0, "copy_us": 2.4, "flag_us": 5.0, "flag_latency_us": 2.5}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -144,6 +147,12 @@ def test_a_description_of_ones_own(tmp_path: Path) -> None:
         ({"colour": "red"}, "colour"),
         ({"copy_engines": {"count": 3}}, "launch_us"),
         ({"links": 3}, "not a machine description"),
+        ({"memory_gbps": "fast"}, "memory_gbps: got 'fast', expected float"),
+        ({"gpus": [{"link": 16}]}, "link: got 16, expected str"),
+        ({"gpus": [3]}, "not a machine description"),
+        ({"gpus": [{"link": "x16", "socket": None}]}, "socket: got None, expected int"),
+        ({"copy_engines": ENGINES | {"count": 2.5}}, "count: got 2.5, expected int"),
+        ({"copy_engines": ENGINES | {"copy_us": -1}}, "below 0"),
     ],
 )
 def test_bad_descriptions_are_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 import sys
@@ -172,5 +173,8 @@ def simulate(
 
 def main() -> None:
     """Entry point."""
+    for stream in (sys.stdout, sys.stderr):  # one that cannot hold a character gets another, instead of an end in the middle
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: the terminal restored, no process left
     app(prog_name="thunderep")

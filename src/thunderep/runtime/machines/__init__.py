@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
+
+_Part = TypeVar("_Part")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,18 +109,19 @@ class MachineModel:
         """From the content of a machine file.
 
         Raises:
-            ValueError: Something is missing, unknown, or not above 0, or a GPU names a link or bridge that is not there.
+            ValueError: Something is missing, unknown, of another type or too small, or a GPU names a link or bridge that is
+                not there.
         """
         try:
             nccl = content["nccl"]
             parts = {
-                "gpus": tuple(Gpu(**gpu) for gpu in content["gpus"]),
-                "links": {name: Link(**link) for name, link in content["links"].items()},
-                "bridges": {name: Link(**link) for name, link in content["bridges"].items()},
-                "copy_engines": CopyEngines(**content["copy_engines"]),
-                "nccl": Nccl(nccl["chunk_bytes"], {name: Protocol(**p) for name, p in nccl["protocols"].items()}),
+                "gpus": tuple(_made(Gpu, gpu) for gpu in content["gpus"]),
+                "links": {name: _made(Link, link) for name, link in content["links"].items()},
+                "bridges": {name: _made(Link, link) for name, link in content["bridges"].items()},
+                "copy_engines": _made(CopyEngines, content["copy_engines"]),
+                "nccl": _made(Nccl, {**nccl, "protocols": {name: _made(Protocol, p) for name, p in nccl["protocols"].items()}}),
             }
-            machine = cls(**{**content, **parts})
+            machine = _made(cls, {**content, **parts})
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"not a machine description: {error}") from error
         links = [*machine.links.values(), *machine.bridges.values()]
@@ -126,10 +129,23 @@ class MachineModel:
         sizes = (*ceilings, machine.memory_gbps, machine.socket_link_gbps, machine.device_gbps, machine.nccl.chunk_bytes)
         if not all(size > 0 for size in (*sizes, machine.copy_engines.count, len(machine.gpus))):
             raise ValueError("every bandwidth, the chunk, and the numbers of GPUs and copy engines must be above 0")
+        engines, protocols = machine.copy_engines, machine.nccl.protocols.values()
+        times = [engines.launch_us, engines.copy_us, engines.flag_us, engines.flag_latency_us]
+        if not all(time >= 0 for time in (*times, *(t for p in protocols for t in (p.launch_us, p.hop_us)))):
+            raise ValueError("no time may be below 0")
         for gpu in machine.gpus:
             if gpu.link not in machine.links or gpu.bridge not in {None, *machine.bridges}:
                 raise ValueError(f"gpus: {gpu} names a link or a bridge that is not there")
         return machine
+
+
+def _made(kind: type[_Part], values: Mapping[str, Any]) -> _Part:
+    """That part of a description; raises TypeError for fields that are missing, unknown, or of another type."""
+    for field, expected in get_type_hints(kind).items():
+        numbers = (int, float) if expected is float else expected
+        if expected in (int, float, str, str | None) and field in values and not isinstance(values[field], numbers):
+            raise TypeError(f"{field}: got {values[field]!r}, expected {getattr(expected, '__name__', expected)}")
+    return kind(**values)
 
 
 def smaller(machine: MachineModel) -> Iterator[tuple[str, MachineModel]]:
