@@ -21,7 +21,7 @@ from bench import loopback
 from bench.contenders import SHAPES, Inputs, Ours, chosen
 from bench.link import two_way_gbps
 from bench.measure import Timings, compare
-from bench.report import console, machine_facts
+from bench.report import console, machine_facts, place
 
 _TOKENS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 
@@ -57,7 +57,7 @@ def main(
     loopback.play(ranks)
     gbps, screen, rows = two_way_gbps(), console(), []
     for name in shapes:
-        table = Table(title=f"{name}: {torch.cuda.get_device_name()} plays {ranks} ranks, median us (/ link)")
+        table = Table(title=f"{name}, {place('cuda', ranks, alone=True)}: median us (/ link)")
         table.add_column("tokens", justify="right")
         for count in tokens or _TOKENS:
             link_us = (ranks - 1) * count * SHAPES[name].hidden * 2 / gbps / 1e3

@@ -11,7 +11,6 @@ processes share it.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import json
@@ -35,7 +34,6 @@ from bench.report import RANKS, console, default_ranks, machine_facts, place, wa
 from bench.timeline import draw
 from thunderep.buffer import TransportName
 from thunderep.nn import ExpertParallel
-from thunderep.testing.processes import Ranks
 
 Layer = Callable[[torch.Tensor], torch.Tensor]
 
@@ -93,7 +91,7 @@ def layers(name: str, tokens: int, device: Device, intermediate: int, stack: lis
             label = transport + (", overlapped" if overlap > 1 else "") + (", fp8" if fp8 else "")
             found[label] = lambda x, twin=twin: twin(x, *router(x))  # type: ignore[misc]
     assert layer is not None
-    for cut in parts if dist.get_backend() != "fake" else ():
+    for cut in () if loopback.playing() else parts:
         label = f"{dist.get_backend()}, overlapped" if cut > 1 else dist.get_backend()
         found[label] = lambda x, cut=cut: gathered(layer, x, router(x), cut)  # type: ignore[misc]
     x = inputs(shape, tokens, where)
@@ -156,9 +154,7 @@ def main(
     ranks, backend = ranks or default_ranks(device), BACKENDS[device]
     screen, rows = console(), []
     out.mkdir(parents=True, exist_ok=True)
-    if alone:
-        loopback.play(ranks)
-    with contextlib.nullcontext() if alone else Ranks(ranks, backend) as processes:
+    with loopback.first_rank(ranks, backend, alone) as run:
         for name in shapes:
             table = Table("tokens", "", title=f"{name}, {place(device, ranks, alone)}")
             for header in ("us", "exposed", *(() if alone else (f"times faster than {backend}",))):
@@ -168,7 +164,7 @@ def main(
                 picture = str(out / f"layer-{name}-{count}.png") if last else None
                 inner = intermediate or INTERMEDIATE[name]
                 job = (name, count, device, inner, depth, repeats, picture)
-                times: dict[str, float] = measure(*job) if processes is None else processes.run(measure, *job, timeout=600)[0]
+                times: dict[str, float] = run(measure, *job)
                 table.add_section()
                 for label, us in times.items():
                     cells = [str(count), label, f"{us:,.0f}", f"{us - times[WITHOUT]:,.0f}"]

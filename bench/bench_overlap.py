@@ -9,7 +9,6 @@ transport, and over NCCL. Needs GPUs. One alone plays two ranks (see `bench.loop
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
 from pathlib import Path
@@ -24,7 +23,6 @@ from bench import loopback
 from bench.contenders import SHAPES, Inputs, Ours, Theirs
 from bench.measure import StreamClock
 from bench.report import console, default_ranks, machine_facts, warn_if_shared
-from thunderep.testing.processes import Ranks
 
 
 class Overlap(NamedTuple):
@@ -116,12 +114,9 @@ def main(
     ranks = ranks or default_ranks("cuda")
     table = Table("over", "products slowed by", "all done / longer alone", "products", "dispatches")
     found = {}
-    if alone:
-        loopback.play(ranks)
-    with contextlib.nullcontext() if alone else Ranks(ranks, "nccl") as processes:
-        for transport in ("dma", "direct") if processes is None else ("dma", "direct", "nccl"):
-            job = transport, shape, tokens, size, products, dispatches, repeats
-            overlap: Overlap = measure(*job) if processes is None else processes.run(measure, *job, timeout=300)[0]
+    with loopback.first_rank(ranks, "nccl", alone) as run:
+        for transport in ("dma", "direct") if alone else ("dma", "direct", "nccl"):
+            overlap: Overlap = run(measure, transport, shape, tokens, size, products, dispatches, repeats)
             found[transport] = overlap._asdict() | {"slowdown": overlap.slowdown, "over_longer": overlap.over_longer}
             table.add_row(
                 transport,

@@ -10,9 +10,11 @@ host's memory with several GPUs at it. It is no measurement of several GPUs, and
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +29,7 @@ from thunderep.runtime import arena, rendezvous, window
 from thunderep.runtime.gpu import SHARE
 from thunderep.runtime.schedule import Flag
 from thunderep.runtime.staging import Shape
+from thunderep.testing.processes import Ranks
 
 _MAP_FIXED, _PAGE = 0x10, mmap.PAGESIZE
 
@@ -67,6 +70,22 @@ def play(num_ranks: int) -> None:
 
     Shape.layout = remembered  # type: ignore[assignment, method-assign]
     arena.Owner.release = aliased  # type: ignore[assignment, method-assign]
+
+
+def playing() -> bool:
+    """Whether this process plays all ranks, so that torch.distributed moves nothing."""
+    return bool(dist.get_backend() == "fake")
+
+
+@contextlib.contextmanager
+def first_rank(num_ranks: int, backend: str, alone: bool) -> Iterator[Callable[..., Any]]:
+    """What runs a function in all rank processes, or here if this GPU plays them `alone`, and returns rank 0's result."""
+    if alone:
+        play(num_ranks)
+        yield lambda function, *arguments: function(*arguments)
+        return
+    with Ranks(num_ranks, backend) as processes:
+        yield lambda function, *arguments: processes.run(function, *arguments, timeout=600)[0]
 
 
 def _alias(owner: arena.Owner, layout: arena.Layout) -> None:

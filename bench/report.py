@@ -54,9 +54,6 @@ class Row:
 RANKS = "Processes; if left out, 4 on CPU, one a GPU on CUDA. Where there are fewer GPUs than ranks, they are shared."
 
 
-_WIDE = 160
-
-
 def default_ranks(device: str) -> int:
     """Ranks that a benchmark runs unless it is told how many; on one GPU two share it."""
     return max(2, torch.cuda.device_count()) if device == "cuda" else 4
@@ -80,6 +77,9 @@ def machine_facts(device: str, ranks: int) -> dict[str, object]:
         facts["nccl"] = ".".join(map(str, nccl_version()))
         facts["environment"] = {key: value for key, value in os.environ.items() if key.startswith("NCCL_")}
     return facts
+
+
+_WIDE = 160
 
 
 def console() -> Console:

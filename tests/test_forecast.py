@@ -142,6 +142,7 @@ ENGINES = {"count": 3, "launch_us": 8.0, "copy_us": 2.4, "flag_us": 5.0, "flag_l
     [
         ({"memory_gbps": 0}, "above 0"),
         ({"gpus": []}, "above 0"),
+        ({"nccl": {"chunk_bytes": 1, "protocols": {"LL": {"launch_us": 1, "hop_us": 1, "overhead": -2}}}}, "above 0"),
         ({"gpus": [{"link": "x8"}]}, "names a link"),
         ({"gpus": [{"link": "x16", "bridge": "b"}]}, "or a bridge that is not there"),
         ({"colour": "red"}, "colour"),

@@ -126,10 +126,11 @@ class MachineModel:
             raise ValueError(f"not a machine description: {error}") from error
         links = [*machine.links.values(), *machine.bridges.values()]
         ceilings = [ceiling for link in links for ceiling in (link.one_way_gbps, link.both_ways_gbps, link.sm_both_ways_gbps)]
-        sizes = (*ceilings, machine.memory_gbps, machine.socket_link_gbps, machine.device_gbps, machine.nccl.chunk_bytes)
-        if not all(size > 0 for size in (*sizes, machine.copy_engines.count, len(machine.gpus))):
-            raise ValueError("every bandwidth, the chunk, and the numbers of GPUs and copy engines must be above 0")
         engines, protocols = machine.copy_engines, machine.nccl.protocols.values()
+        sizes = [*ceilings, machine.memory_gbps, machine.socket_link_gbps, machine.device_gbps, machine.nccl.chunk_bytes]
+        sizes += [engines.count, len(machine.gpus), *(protocol.overhead for protocol in protocols)]
+        if not all(size > 0 for size in sizes):
+            raise ValueError("every bandwidth, chunk and overhead, and the numbers of GPUs and copy engines must be above 0")
         times = [engines.launch_us, engines.copy_us, engines.flag_us, engines.flag_latency_us]
         if not all(time >= 0 for time in (*times, *(t for p in protocols for t in (p.launch_us, p.hop_us)))):
             raise ValueError("no time may be below 0")
