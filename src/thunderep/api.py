@@ -166,7 +166,8 @@ def permute(
         x: [R, H], elements of 1, 2, 4 or 8 bytes, any strides.
         topk_idx: [R, K] int32 or int64: local expert ids; -1: none. Rows without a choice are not read.
         num_local_experts: L.
-        capacity: Rows of expert_x; None: just enough, found out at run time.
+        capacity: Rows of expert_x; None: just enough, found out at run time. Those past the last group are zero on a CPU and
+            unspecified on CUDA.
         alignment: Each expert's group is padded with zero rows to a multiple of this.
 
     Returns:
@@ -216,7 +217,8 @@ def permute_fp8(
         x_scales: [R, ceil(H / 128)] float32: one for 128 columns, as `quantize_fp8` makes them.
         topk_idx: [R, K] int32 or int64: local expert ids; -1: none. Rows and scales without a choice are not read.
         num_local_experts: L.
-        capacity: Rows of expert_x; None: just enough, found out at run time.
+        capacity: Rows of expert_x; None: just enough, found out at run time. Those past the last group are zero on a CPU and
+            unspecified on CUDA.
         alignment: Each expert's group is padded with zero rows to a multiple of this.
         dtype: Type of expert_x: bf16, fp16 or fp32.
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from tests.ops.kernel_cases import DEVICE, INTERPRETED, on_gpu, rounded
+from tests.ops.kernel_cases import DEVICE, INTERPRETED, grouped, on_gpu, rounded
 from tests.ops.test_permute import STRIDES, choices
 from tests.ops.test_quantize import WIDE, random_values
 from thunderep import reference
@@ -68,7 +68,8 @@ def test_permute_fp8(rows, topk, num_local_experts, hidden, dtype, strides, alig
     scales[(idx < 0).all(dim=1)] = torch.nan  # nothing may read these
     codes, scales = (strided(t.to(DEVICE), how) for t, how in zip((codes, scales), strides, strict=True))
     got = permute_fp8._permute_fp8_cuda(codes, scales, idx.to(DEVICE), num_local_experts, capacity, alignment, dtype)
-    expert_x, *rest = (t.cpu() for t in got)
+    expert_x, *rest = grouped(got)
+    expected = grouped(expected)
     numbers = ~expected[0].isnan()
     assert torch.equal(expert_x.isnan(), ~numbers)
     assert same_bits(expert_x[numbers], rounded(expected[0][numbers], dtype))
@@ -95,4 +96,4 @@ def test_captured_and_replayed_with_new_data():
         graph.replay()
         wide = reference.dequantize_fp8(*reference.quantize_fp8(x.cpu())).bfloat16()
         expected = reference.permute(wide, idx.cpu(), experts, rows * topk)
-        assert all(same_bits(a.cpu(), b) for a, b in zip(results, expected, strict=True))
+        assert all(same_bits(a, b) for a, b in zip(*map(grouped, (results, expected)), strict=True))

@@ -1,7 +1,7 @@
 """permute: group the rows that a rank received by local expert.
 
-A choice is one of the R * K entries of `topk_idx`, numbered r * K + k. A stable sort by expert tells where each goes, for
-CPU and CUDA tensors alike; only the rows move differently: by `index_select` on the CPU, by a Triton kernel on a CUDA device.
+A choice is one of the R * K entries of `topk_idx`, numbered r * K + k. A stable sort by expert tells where each goes: PyTorch's
+on the CPU, a counting sort of our own (`thunderep.ops.kernels.permute`) on a CUDA device, where it takes one launch or two.
 
 Shape legend: R rows; H hidden; K choices per row; L local experts; C `capacity`, rows of expert_x.
 """
@@ -39,14 +39,15 @@ def _permute_cuda(
     """Synchronises once if `capacity` is -1, to learn the size, and not at all otherwise, so that it can be captured.
 
     What the CPU reports as an error cannot be known here without synchronising: ids outside -1..L-1 count as -1; choices beyond
-    `capacity` are dropped, which means -1 in `row_id_map` and offsets that end at `capacity`.
+    `capacity` are dropped, which means -1 in `row_id_map` and offsets that end at `capacity`. Rows past the last group are not
+    written.
     """
     validate(x, topk_idx, num_local_experts, capacity, alignment)
-    source, offsets, row_id_map = place_cuda(topk_idx, num_local_experts, capacity, alignment)
-    from thunderep.ops.kernels.permute import gather_rows
+    size, offsets, filled, row_id_map = place_cuda(topk_idx, num_local_experts, capacity, alignment)
+    from thunderep.ops.kernels.permute import scatter_rows
 
-    expert_x = x.new_empty((source.shape[0], x.shape[1]))
-    gather_rows(_bits(x), source, _bits(expert_x))
+    expert_x = x.new_empty((size, x.shape[1]))
+    scatter_rows(_bits(x), row_id_map, filled, offsets, _bits(expert_x))
     return expert_x, offsets, row_id_map
 
 
@@ -74,25 +75,23 @@ def place_cpu(
 
 def place_cuda(
     topk_idx: torch.Tensor, num_local_experts: int, capacity: int, alignment: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Say where rows go: the row of x that each row of expert_x holds, int64 [C], or -1; `permute`'s offsets and row_id_map."""
+) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Say where rows go: C, `permute`'s offsets, where each group's padding begins, int32 [L], and row_id_map."""
     _validate_count(topk_idx, num_local_experts, alignment)
-    offsets, choice, row = _group(topk_idx, num_local_experts, alignment)
-    if capacity == -1:
-        if topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("capacity: got None, expected a number of rows: a CUDA graph's capture cannot find it out")
+    exact = capacity == -1
+    if exact and topk_idx.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("capacity: got None, expected a number of rows: a CUDA graph's capture cannot find it out")
+    from thunderep.ops.kernels.permute import place
+
+    bound = _MAX_ROWS if exact else min(capacity, _MAX_ROWS)
+    offsets, filled, row_id_map = place(topk_idx, num_local_experts, bound, alignment)
+    if exact:
         capacity = int(offsets[-1].item()) if num_local_experts else 0
-    row = torch.where(row < capacity, row, -1)
-    device = topk_idx.device
-    row_id_map = torch.empty(topk_idx.numel(), dtype=torch.int32, device=device).scatter_(0, choice, row.to(torch.int32))
-    # One more place than expert_x has rows: for the choices that go nowhere.
-    source = torch.full((capacity + 1,), -1, dtype=torch.int64, device=device)
-    source.scatter_(0, torch.where(row < 0, capacity, row), choice // topk_idx.shape[1])
-    return source[:capacity], offsets.clamp(max=capacity).to(torch.int32), row_id_map.view(topk_idx.shape)
+    return capacity, offsets, filled, row_id_map
 
 
 def _group(topk_idx: torch.Tensor, num_local_experts: int, alignment: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort choices by expert, without synchronising.
+    """Sort choices by expert.
 
     Returns:
         offsets: int64 [L], where each expert's padded group ends.

@@ -50,11 +50,11 @@ def _permute_fp8_cuda(
     dtype: torch.dtype = torch.bfloat16,
 ) -> _Outputs:
     _validate(x, x_scales, topk_idx, num_local_experts, capacity, alignment, dtype)
-    source, offsets, row_id_map = permute.place_cuda(topk_idx, num_local_experts, capacity, alignment)
-    from thunderep.ops.kernels.quantize import gather_dequantized
+    size, offsets, filled, row_id_map = permute.place_cuda(topk_idx, num_local_experts, capacity, alignment)
+    from thunderep.ops.kernels.quantize import scatter_dequantized
 
-    expert_x = x.new_empty((source.shape[0], x.shape[1]), dtype=dtype)
-    gather_dequantized(x.view(torch.uint8), x_scales, source, expert_x)
+    expert_x = x.new_empty((size, x.shape[1]), dtype=dtype)
+    scatter_dequantized(x.view(torch.uint8), x_scales, row_id_map, filled, offsets, expert_x)
     return expert_x, offsets, row_id_map
 
 

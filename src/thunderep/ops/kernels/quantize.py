@@ -89,18 +89,22 @@ def quantize(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None
         )
 
 
-@triton.jit
-def _gather_dequantized(
+@triton.jit(do_not_specialize=["rows"])
+def _scatter_dequantized(
     codes: tl.tensor,
     scales: tl.tensor,
-    source: tl.tensor,
+    row_id_map: tl.tensor,
+    filled: tl.tensor,
+    offsets: tl.tensor,
     out: tl.tensor,
+    rows: int,
     groups_a_row: int,
     columns: int,
     codes_row: int,
     codes_column: int,
     scales_row: int,
     scales_column: int,
+    K: tl.constexpr,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
@@ -108,30 +112,50 @@ def _gather_dequantized(
     row = tl.program_id(0).to(tl.int64)
     group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)).to(tl.int64)
     column = (group * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
-    origin = tl.load(source + row)
-    chosen = origin >= 0
-    scale = tl.load(scales + origin * scales_row + group * scales_column, mask=chosen & (group < groups_a_row), other=0.0)
-    code = tl.load(codes + origin * codes_row + column * codes_column, mask=chosen & (column < columns), other=0)
-    value = _decode(code.to(tl.int32)) * scale[:, None]
-    tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=column < columns)
+    if row < rows:
+        last = -1
+        for k in tl.static_range(K):
+            last = tl.maximum(last, tl.load(row_id_map + row * K + k))
+        chosen = last >= 0
+        scale = tl.load(scales + row * scales_row + group * scales_column, mask=chosen & (group < groups_a_row), other=0.0)
+        code = tl.load(codes + row * codes_row + column * codes_column, mask=chosen & (column < columns), other=0)
+        value = (_decode(code.to(tl.int32)) * scale[:, None]).to(out.dtype.element_ty)
+        for k in tl.static_range(K):
+            place = tl.load(row_id_map + row * K + k).to(tl.int64)
+            tl.store(out + place * columns + column, value, mask=(column < columns) & (place >= 0))
+    else:
+        expert = row - rows
+        first = tl.load(filled + expert).to(tl.int64)
+        for padding in range(tl.load(offsets + expert) - first):
+            nothing = tl.zeros([GROUPS, GROUP], out.dtype.element_ty)
+            tl.store(out + (first + padding) * columns + column, nothing, mask=column < columns)
 
 
 @on_its_device
-def gather_dequantized(codes: torch.Tensor, scales: torch.Tensor, source: torch.Tensor, out: torch.Tensor) -> None:
-    """out[i] = row source[i], dequantised; zero where source[i] is -1; launched on the current stream.
+def scatter_dequantized(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    row_id_map: torch.Tensor,
+    filled: torch.Tensor,
+    offsets: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """out[row_id_map[r, k]] = row r, dequantised, and zero in rows filled[e] to offsets[e]; launched on the current stream.
 
     Args:
-        codes: [R, H] uint8, e4m3 codes, any strides.
+        codes: [R, H] uint8, e4m3 codes, any strides. Rows that go nowhere are not read.
         scales: [R, S] float32, any strides, S = ceil(H / 128).
-        source: [C] int64, contiguous.
-        out: [C, H] bf16, fp16 or fp32, contiguous.
+        row_id_map: [R, K] int32, contiguous; -1: nowhere.
+        filled: [L] int32, where each group's padding begins.
+        offsets: [L] int32, where groups end.
+        out: [C, H] bf16, fp16 or fp32, contiguous. No other rows are written.
     """
-    rows, columns = out.shape
+    rows, columns = codes.shape
     if out.numel() == 0:
         return
     block = min(triton.next_power_of_2(scales.shape[1]), MAX_GROUPS)
     with torch.cuda.device_of(out):
-        _gather_dequantized[(rows, triton.cdiv(scales.shape[1], block))](
-            codes, scales, source, out, scales.shape[1], columns, *codes.stride(), *scales.stride(),
-            GROUPS=block, GROUP=GROUP, num_warps=4,
+        _scatter_dequantized[(rows + len(filled), triton.cdiv(scales.shape[1], block))](
+            codes, scales, row_id_map, filled, offsets, out, rows, scales.shape[1], columns, *codes.stride(), *scales.stride(),
+            K=row_id_map.shape[1], GROUPS=block, GROUP=GROUP, num_warps=4,
         )  # fmt: skip

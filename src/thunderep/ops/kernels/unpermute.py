@@ -34,13 +34,12 @@ def _weighted_sum(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], SUM)
-    for k in range(K):
+    for k in tl.static_range(K):
         place = tl.load(row_id_map + row * K + k).to(tl.int64)
-        weight = tl.load(weights + row * K + k, mask=place >= 0, other=0).to(SUM)
-        readable = tl.where(place >= 0, columns, 0)
-        term = tl.load(y + place * y_row + column.to(tl.int64) * y_column, mask=column < readable, other=0).to(SUM)
-        # Where there is no row this adds +0, which changes no sum that began with +0.
-        total += weight * term
+        if place >= 0:  # with N ranks 1 of N is, and the products of the others would take longer than the reading
+            weight = tl.load(weights + row * K + k).to(SUM)
+            term = tl.load(y + place * y_row + column.to(tl.int64) * y_column, mask=column < columns, other=0).to(SUM)
+            total += weight * term
     tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=column < columns)
 
 
@@ -65,7 +64,7 @@ def weighted_sum(y: torch.Tensor, row_id_map: torch.Tensor, weights: torch.Tenso
     with torch.cuda.device_of(out):
         _weighted_sum[(rows, triton.cdiv(columns, block))](
             y, row_id_map.contiguous(), weights.contiguous(), out, columns, *y.stride(),
-            K=row_id_map.shape[1], BLOCK=block, SUM=_TRITON_TYPES[sum_type], enable_fp_fusion=False,
+            K=row_id_map.shape[1], BLOCK=block, SUM=_TRITON_TYPES[sum_type], enable_fp_fusion=False, num_warps=2,
         )  # fmt: skip
     return out
 
