@@ -67,6 +67,17 @@ def test_dense_rows_are_all_needed() -> None:
         assert limits.take(call(kind, rows)) == (kind not in COLLECTIVES)
 
 
+def test_kernels_take_larger_dispatches_where_some_rows_are_not_needed() -> None:
+    rows = 4 * BUILT_IN.dispatch // (SHAPE.hidden * 2)
+    for num_ranks in (2, 4):
+        limits = built_in(num_ranks, topk=8)
+        for kind, outward in zip(KINDS, OUTWARD, strict=True):
+            outward_rows = outward and kind not in COLLECTIVES
+            assert limits.take(call(kind, rows)) == (outward_rows and num_ranks == 4)
+            assert not limits.take(call(kind, rows + 1))
+            assert not limits.take(call(kind, rows)._replace(async_op=True))
+
+
 @given(
     shape=st.builds(
         Shape,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,9 +40,13 @@ def test_what_was_measured_is_used_on_that_machine_only(cache: Path, monkeypatch
     assert load(GPUS) is None
 
 
-@pytest.mark.parametrize(("num_ranks", "topk", "always"), [(2, 8, False), (4, 8, False), (4, 4, True), (8, 8, True)])
-def test_kernels_move_everything_where_few_rows_are_needed(num_ranks: int, topk: int, always: bool) -> None:
-    assert (thresholds(GPUS[:1] * num_ranks, topk) == BUILT_IN) != always
+@pytest.mark.parametrize(
+    ("num_ranks", "topk", "dispatch"), [(2, 8, 4 << 20), (4, 8, 16 << 20), (4, 4, sys.maxsize), (8, 8, sys.maxsize)]
+)
+def test_kernels_move_larger_dispatches_where_fewer_rows_are_needed(num_ranks: int, topk: int, dispatch: int) -> None:
+    found = thresholds(GPUS[:1] * num_ranks, topk)
+    assert found.dispatch == dispatch
+    assert found.combine == (sys.maxsize if dispatch == sys.maxsize else BUILT_IN.combine)
 
 
 def test_the_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,13 +68,20 @@ BUILT_IN = Thresholds(dispatch=4 << 20, combine=4 << 20, beside=BESIDE)
 """Provisional. Source: as above, a dispatch and a combine of 4 KiB rows, replayed as graphs: for 2 MiB a rank kernels took 84
 and 81 us, copy engines 90 and 90; for 4 MiB 142 and 145, 141 and 143; for 8 MiB 266 and 270, 248 and 247."""
 
-
 NEEDED_SHARE = 0.7
 """Share of the rows up to which kernels, which move only rows that are needed, are taken to beat copy engines at any size.
 
 Provisional. Source: two H200s without peer access, PCIe 5 x16; with rows under way both ways at once kernels moved 35 GB/s each
 way, copy engines 49.
 """
+
+MOSTLY_NEEDED_SHARE = 0.9
+"""Share of the rows up to which kernels are taken to beat copy engines at dispatches of up to 16 MiB."""
+
+MOSTLY_NEEDED = BUILT_IN._replace(dispatch=16 << 20, dense=BUILT_IN.dispatch)
+"""Provisional. Source: an H200 that played 4 ranks (`bench.loopback`), a dispatch and a combine of 4 KiB rows with K = 8, which
+is a share of 0.9: for 4 MiB a rank kernels took 277 and 347 us, copy engines 343 and 409; for 8 MiB 536 and 688, 604 and 682;
+for 16 MiB 999 and 1251, 1134 and 1250. Four ranks that shared it took 1951 us for a dispatch of 8 MiB, copy engines 2483."""
 
 
 def built_in(num_ranks: int, topk: int) -> Thresholds:
@@ -84,8 +91,10 @@ def built_in(num_ranks: int, topk: int) -> Thresholds:
         num_ranks: N, of which a rank needs the share 1 - (1 - 1/N)^K of the rows, if experts are chosen evenly.
         topk: K.
     """
-    everything = Thresholds(sys.maxsize, sys.maxsize, dense=BUILT_IN.dispatch)
-    return everything if 1 - (1 - 1 / num_ranks) ** topk <= NEEDED_SHARE else BUILT_IN
+    share = 1 - (1 - 1 / num_ranks) ** topk
+    if share <= NEEDED_SHARE:
+        return Thresholds(sys.maxsize, sys.maxsize, dense=BUILT_IN.dispatch)
+    return MOSTLY_NEEDED if share <= MOSTLY_NEEDED_SHARE else BUILT_IN
 
 
 def thresholds(gpus: Sequence[str], topk: int) -> Thresholds:
