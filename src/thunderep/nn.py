@@ -50,8 +50,8 @@ class ExpertParallel(nn.Module):
     Args:
         buffer: The group's Buffer; it says how many experts there are, where they live, H and K.
         intermediate: I, the inner size of an expert.
-        activation: What stands between the products: [C, 2 I] to [C, I], row by row and without parameters. On CUDA it also
-            gets rows that no token has, with anything in them.
+        activation: What stands between the products: [C, 2 I] to [C, I], row by row and without parameters. On CUDA one of
+            your own also gets rows that no token has, with anything in them; `swiglu` passes them over.
         dtype: The parameters' type, which x must have too; None: the Buffer's.
         overlap: Parts that the tokens are cut into; None: 2 on CUDA from 8 MiB of rows a rank on, else 1.
         shared: A shared expert, [T, H] to [T, H], whose output is added; it runs while tokens travel.
@@ -186,7 +186,9 @@ class ExpertParallel(nn.Module):
         else:
             groups = permute_fp8(received.recv_x, received.recv_x_scales, idx, local, capacity, dtype=x.dtype)
             received, groups = straight_through(received, groups, x, topk_weights, self.buffer.open_name)
-        hidden = self.activation(_grouped_mm(groups.expert_x, self.gate_up, groups.offsets))
+        gate_up = _grouped_mm(groups.expert_x, self.gate_up, groups.offsets)
+        fused = self.activation is swiglu
+        hidden = torch.ops.thunderep.swiglu(gate_up, groups.offsets) if fused else self.activation(gate_up)
         expert_y = _grouped_mm(hidden, self.down, groups.offsets)
         return unpermute(expert_y, groups.row_id_map, received.recv_topk_weights)
 

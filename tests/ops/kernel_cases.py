@@ -14,7 +14,8 @@ from torch.nn import functional
 from tests.ops.test_permute import DTYPES, STRIDES, choices
 from tests.ops.test_unpermute import placement
 from thunderep import reference
-from thunderep.ops import permute, unpermute
+from thunderep.ops import permute, swiglu, unpermute
+from thunderep.ops.kernels import swiglu as swiglu_kernels
 from thunderep.ops.kernels.localize import in_rank, localize
 from thunderep.ops.kernels.permute import place
 from thunderep.ops.kernels.rank_sum import rank_sum
@@ -121,6 +122,33 @@ def test_unpermute(rows, topk, hidden, spare, dtype, strides, seed):
     expected_y, _ = unpermute._unpermute_backward_cpu(grad.to(wide), expert_y.to(wide), row_id_map, weights)
     assert torch.equal(grad_y, rounded(expected_y, dtype))
     torch.testing.assert_close(grad_weights, expected_weights, rtol=1e-5, atol=1e-2 if hidden > 99 else 1e-3)
+
+
+@given(
+    sizes=st.lists(st.integers(0, 5), max_size=4),
+    spare=st.integers(0, 9),
+    inner=st.one_of(st.integers(1, 40), st.sampled_from((256, 300, 768))),
+    dtype=st.sampled_from((torch.bfloat16, torch.float16, torch.float32)),
+    strides=st.sampled_from(STRIDES),
+    seed=st.integers(0, 2**31),
+)
+def test_swiglu(sizes, spare, inner, dtype, strides, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(sizes)
+    offsets = torch.tensor(sizes, dtype=torch.int32).cumsum(0).int()
+    gate_up, grad = ((torch.randn(rows + spare, n, generator=generator) * 3).to(dtype) for n in (2 * inner, inner))
+    expected = swiglu._swiglu_cpu(gate_up.float(), offsets)[:rows]
+    expected_grad = swiglu._swiglu_backward_cpu(grad.float(), gate_up.float(), offsets)[:rows]
+    gate_up, grad = (strided(t.to(DEVICE), strides) for t in (gate_up, grad))
+    out = torch.full((rows + spare, inner), torch.nan, dtype=dtype, device=DEVICE)
+    grad_gate_up = torch.full((rows + spare, 2 * inner), torch.nan, dtype=dtype, device=DEVICE)
+    swiglu_kernels.swiglu(gate_up, offsets.to(DEVICE), out)
+    swiglu_kernels.swiglu_backward(grad, gate_up, offsets.to(DEVICE), grad_gate_up)
+    rtol, atol = 8 * torch.finfo(dtype).eps, 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(out[:rows].cpu().float(), expected, rtol=rtol, atol=atol)
+    torch.testing.assert_close(grad_gate_up[:rows].cpu().float(), expected_grad, rtol=rtol, atol=atol)
+    assert out[rows:].isnan().all()
+    assert grad_gate_up[rows:].isnan().all()
 
 
 @given(

@@ -10,6 +10,7 @@ from thunderep.ops import (
     permute,
     permute_fp8,
     quantize,
+    swiglu,
     unpermute,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "permute",
     "permute_fp8",
     "quantize",
+    "swiglu",
     "unpermute",
 ]

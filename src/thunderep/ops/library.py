@@ -87,6 +87,8 @@ library.define(
 library.define("all_gather(Tensor x, str buffer, SymInt[]? sizes=None, Tensor? after=None) -> Tensor")
 library.define("reduce_scatter(Tensor y, str buffer, SymInt[]? sizes=None, Tensor? after=None) -> Tensor")
 library.define("all_reduce(Tensor x, str buffer, Tensor? after=None) -> Tensor")
+library.define("swiglu(Tensor gate_up, Tensor offsets) -> Tensor")
+library.define("swiglu_backward(Tensor grad, Tensor gate_up, Tensor offsets) -> Tensor grad_gate_up")
 library.define("grouped_mm(Tensor a, Tensor b, Tensor offsets) -> Tensor")
 
 HALVED = ("dispatch", "dispatch_backward", "combine", "combine_backward")
