@@ -4,6 +4,8 @@ import contextlib
 import copy
 import pickle
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -149,6 +151,26 @@ def test_trains_as_one_process_would(request, ranks, tokens, num_experts, topk, 
 def test_overlap_trains_as_one_process_would(request, ranks, tokens, overlap):
     case = Case(tokens, 5, 2, torch.float32, steps=2, overlap=overlap)
     compare(request.getfixturevalue(ranks)().run(run_rank, case), case)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_experts", "topk", "hidden", "tokens", "parts"),
+    [
+        (2, 128, 8, 2048, 4096, 2),  # Qwen3-30B-A3B: 256 rows an expert and part
+        (2, 128, 8, 2048, 2048, 1),
+        (8, 128, 8, 2048, 2048, 2),
+        (8, 128, 8, 2048, 1024, 1),  # rows enough, and too few bytes
+        (2, 128, 4, 2880, 4096, 1),  # gpt-oss-120b: bytes enough, and 128 rows an expert and part
+        (2, 128, 8, 4096, 4096, 2),  # GLM-4.5-Air
+        (2, 128, 8, 4096, 1024, 1),
+    ],
+)
+def test_two_parts_where_experts_have_rows_enough(num_ranks, num_experts, topk, hidden, tokens, parts):
+    buffer = SimpleNamespace(num_ranks=num_ranks, num_experts=num_experts, topk=topk)
+    layer: Any = SimpleNamespace(overlap=None, buffer=buffer)
+    for cuda in (True, False):
+        x: Any = SimpleNamespace(is_cuda=cuda, shape=(tokens, hidden), element_size=lambda: 2)
+        assert ExpertParallel._parts(layer, x, tokens) == (parts if cuda else 1)
 
 
 def overlapped_bits(case):
