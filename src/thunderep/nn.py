@@ -46,8 +46,8 @@ class ExpertParallel(nn.Module):
 
     On a CPU the groups have exactly as many rows as were chosen, so nothing is computed in vain. On a CUDA device, where the
     host would have to wait to learn that number, there is room for all R * K choices that could arrive: the operators never
-    wait for the device, nor do bf16 products wherever PyTorch's `grouped_mm` does not. `torch.compile` makes one graph for all
-    values, with `fullgraph=True`.
+    wait for the device, nor do products of bf16 and fp16: PyTorch's where it has a kernel for the device, else one of our own.
+    `torch.compile` makes one graph for all values, with `fullgraph=True`.
 
     With `overlap` the tokens travel in parts: while the experts work on one, the next one's dispatch and the last one's combine
     run beside them, and a shared expert runs beside the first dispatch. The backward pass does the same the other way round.
@@ -103,6 +103,7 @@ class ExpertParallel(nn.Module):
         self.overlap = overlap
         self.shared = shared
         self.dispatch_dtype = dispatch_dtype
+        self._native = _has_grouped_mm(buffer.device)
         local = len(buffer.local_experts)
         self.gate_up = nn.Parameter(torch.empty(local, buffer.hidden, 2 * intermediate, dtype=dtype, device=buffer.device))
         self.down = nn.Parameter(torch.empty(local, intermediate, buffer.hidden, dtype=dtype, device=buffer.device))
@@ -197,11 +198,18 @@ class ExpertParallel(nn.Module):
         else:
             groups = permute_fp8(received.recv_x, received.recv_x_scales, idx, local, capacity, dtype=x.dtype)
             received, groups = straight_through(received, groups, x, topk_weights, self.buffer.open_name)
-        gate_up = _grouped_mm(groups.expert_x, self.gate_up, groups.offsets)
+        gate_up = self._grouped_mm(groups.expert_x, self.gate_up, groups.offsets)
         fused = self.activation is swiglu
         hidden = torch.ops.thunderep.swiglu(gate_up, groups.offsets) if fused else self.activation(gate_up)
-        expert_y = _grouped_mm(hidden, self.down, groups.offsets)
+        expert_y = self._grouped_mm(hidden, self.down, groups.offsets)
         return unpermute(expert_y, groups.row_id_map, received.recv_topk_weights)
+
+    def _grouped_mm(self, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """[C, A] by [L, A, B], group by group: PyTorch's kernel where it fits, else the operator that takes anything."""
+        if self._native and a.dtype == torch.bfloat16 and len(b) and a.shape[1] % 8 == 0 and b.shape[2] % 8 == 0:
+            return _native(a, b, offs=offsets)
+        result: torch.Tensor = torch.ops.thunderep.grouped_mm(a, b, offsets)
+        return result
 
     def extra_repr(self) -> str:
         """What `print` shows."""
@@ -209,12 +217,9 @@ class ExpertParallel(nn.Module):
         return f"experts {experts.start} to {experts.stop - 1} of {self.buffer.num_experts}, {self.buffer!r}"
 
 
-def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """[C, A] by [L, A, B], group by group: PyTorch's kernel where it fits, else the operator that takes anything."""
-    if a.is_cuda and a.dtype == torch.bfloat16 and len(b) and a.shape[1] % 8 == 0 and b.shape[2] % 8 == 0:
-        return _native(a, b, offs=offsets)
-    result: torch.Tensor = torch.ops.thunderep.grouped_mm(a, b, offsets)
-    return result
+def _has_grouped_mm(device: torch.device) -> bool:
+    """Whether PyTorch multiplies groups there without reading on the host how large they are."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 _native = functional.grouped_mm if hasattr(functional, "grouped_mm") else torch._grouped_mm

@@ -37,11 +37,12 @@ class Compiler:
     def __init__(self, kernel: Any, capability: int) -> None:
         self._kernel, self._target = kernel, GPUTarget("cuda", capability, 32)
         self.compiled: set[str] = set()
+        self.shared = 0  # bytes of shared memory that a launch takes at most
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return self._compile
 
-    def _compile(self, *arguments: Any, num_warps: int, **constants: Any) -> None:
+    def _compile(self, *arguments: Any, num_warps: int, num_stages: int = 3, **constants: Any) -> None:
         constexprs = dict(constants)
         signature: dict[str, str] = dict.fromkeys(constants, "constexpr")
         for name, value in zip(self._kernel.arg_names, arguments, strict=False):
@@ -53,7 +54,8 @@ class Compiler:
         if key not in self.compiled:
             self.compiled.add(key)
             source = ASTSource(fn=self._kernel, signature=signature, constexprs=constexprs)
-            triton.compile(source, target=self._target, options={"num_warps": num_warps})
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            self.shared = max(self.shared, triton.compile(source, target=self._target, options=options).metadata.shared)
 
 
 class Window:

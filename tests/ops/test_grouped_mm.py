@@ -82,6 +82,15 @@ def test_calls_share_nothing():
             (torch.ones(2, 2), torch.ones(2, 2, 2), torch.ones(1, dtype=torch.int32)),
             r"b: got shape \[2, 2, 2\], expected 1 matr",
         ),
+        (
+            (torch.ones(2, 2), torch.ones(1, 3, 2), torch.ones(1, dtype=torch.int32)),
+            r"b: got shape \[1, 3, 2\], expected 2 rows",
+        ),
+        ((torch.ones(2, 2), torch.ones(3, 2), torch.ones(1, dtype=torch.int32)), r"b: got shape \[3, 2\], expected 2 rows"),
+        (
+            (torch.ones(2, 2, device="meta"), torch.ones(1, 2, 2, device="meta"), torch.ones(1, dtype=torch.int32)),
+            "offsets: got a tensor on cpu, expected one on meta",
+        ),
         ((torch.ones(2, 2), torch.ones(1, 2, 2), torch.ones(1)), "offsets: got torch.float32, expected torch.int32"),
     ],
 )

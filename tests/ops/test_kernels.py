@@ -20,13 +20,14 @@ def test_in_the_interpreter():
     run_cases(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 
-def test_fp8_kernels_compile_for_cards_with_and_without_8_bit_floats():
-    program = Path(__file__).with_name("compile_quantize.py")
+@pytest.mark.parametrize(("program", "kernels"), [("compile_quantize.py", 12), ("compile_grouped_mm.py", 8)])
+def test_kernels_compile_for_cards_with_and_without_8_bit_floats(program, kernels):
+    program = Path(__file__).with_name(program)
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(program), "86", "89", "90", "120"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    assert done.stdout == "[12, 12, 12, 12]\n"
+    assert done.stdout == f"{[kernels] * 4}\n"
 
 
 @pytest.mark.gpu
