@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from thunderep import tune
 from thunderep.cli import app
-from thunderep.runtime import cuda
+from thunderep.runtime import cuda, tuning
 from thunderep.runtime.tuning import Thresholds
 from thunderep.tune import NEVER, Measured, Tuned, threshold
 
@@ -47,6 +47,15 @@ def test_no_other_threshold_loses_less(times: list[tuple[float, float]], other: 
         return sum(math.log((row.direct if row.nbytes <= limit else row.dma) / min(row.direct, row.dma)) for row in measured)
 
     assert loss(threshold(measured)) <= loss(other) + 1e-9
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_what_is_not_measured_stays_as_it_is_built_in(num_ranks: int) -> None:
+    """Of dense calls all rows are needed, and few rows that are needed stay with kernels beside other work too."""
+    measured = [*rows((1, 44.5, 57.8), (8, 280, 254)), Measured("combine", MIB, 10, 20)]
+    found, built_in = tune.thresholds(measured, num_ranks), tuning.built_in(num_ranks, tune.TOPK)
+    assert found[:2] == (math.isqrt(8 * MIB**2), NEVER)
+    assert found[2:] == built_in[2:]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -67,9 +67,14 @@ def tune() -> Tuned:
         raise RuntimeError(f"there is only one GPU, {gpus[0]}; nothing travels")
     with Ranks(len(gpus)) as ranks:
         measured: list[Measured] = ranks.run(measure, TOKENS, timeout=_TIMEOUT)[0]
-    dispatch, combine = (threshold([row for row in measured if row.kind == kind]) for kind in KINDS)
-    found = Thresholds(dispatch, combine, beside=tuning.BESIDE)
+    found = thresholds(measured, len(gpus))
     return Tuned(found, measured, tuning.save(gpus, found, [asdict(row) for row in measured]))
+
+
+def thresholds(measured: Sequence[Measured], num_ranks: int) -> Thresholds:
+    """Where kernels and copy engines change places; as built in for what is not measured: dense calls and beside other work."""
+    dispatch, combine = (threshold([row for row in measured if row.kind == kind]) for kind in KINDS)
+    return tuning.built_in(num_ranks, TOPK)._replace(dispatch=dispatch, combine=combine)
 
 
 def threshold(measured: Sequence[Measured]) -> int:
