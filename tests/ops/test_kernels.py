@@ -1,4 +1,4 @@
-"""The Triton kernels, in a process of their own: what they must do is in `kernel_cases` and `quantize_cases`."""
+"""The Triton kernels, in a process of their own: what they must do is in `kernel_cases`, `expert_cases`, `quantize_cases`."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = [Path(__file__).with_name(name) for name in ("kernel_cases.py", "quantize_cases.py")]
+CASES = [Path(__file__).with_name(name) for name in ("kernel_cases.py", "expert_cases.py", "quantize_cases.py")]
 
 
 def run_cases(**environment):
