@@ -207,7 +207,7 @@ class ExpertParallel(nn.Module):
     def _grouped_mm(self, a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """[C, A] by [L, A, B], group by group: PyTorch's kernel where it fits, else the operator that takes anything."""
         if self._native and a.dtype == torch.bfloat16 and len(b) and a.shape[1] % 8 == 0 and b.shape[2] % 8 == 0:
-            return _native(a, b, offs=offsets)
+            return _torch_grouped_mm(a, b, offs=offsets)
         result: torch.Tensor = torch.ops.thunderep.grouped_mm(a, b, offsets)
         return result
 
@@ -222,4 +222,4 @@ def _has_grouped_mm(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
-_native = functional.grouped_mm if hasattr(functional, "grouped_mm") else torch._grouped_mm
+_torch_grouped_mm = functional.grouped_mm if hasattr(functional, "grouped_mm") else torch._grouped_mm

@@ -98,17 +98,16 @@ def _group(topk_idx: torch.Tensor, num_local_experts: int, alignment: int) -> tu
         choice: int64 [R * K], all choices, by expert, then in their own order; those of no local expert come last.
         row: int64 [R * K], the row of expert_x that each entry of `choice` goes to, ascending; -1 for no local expert.
     """
-    local = (topk_idx >= 0) & (topk_idx < num_local_experts)
     # The sort takes time by the width of its keys.
     key_type = torch.int16 if num_local_experts < 2**15 else torch.int32
-    keys = torch.where(local, topk_idx, num_local_experts).to(key_type).reshape(-1)
+    keys = torch.where(topk_idx >= 0, topk_idx, num_local_experts).to(key_type).reshape(-1)
     expert, choice = torch.sort(keys, stable=True)
-    ends = torch.searchsorted(expert, torch.arange(num_local_experts, dtype=key_type, device=keys.device), right=True)
+    ends = torch.searchsorted(expert, torch.arange(num_local_experts, dtype=key_type), right=True)
     starts = functional.pad(ends, (1, 0))[:-1]
     sizes = (ends - starts + alignment - 1) // alignment * alignment
     offsets = sizes.cumsum(0)
     shift = functional.pad(offsets - sizes - starts, (0, 1))
-    row = torch.arange(keys.numel(), device=keys.device) + shift.index_select(0, expert.to(torch.int32))
+    row = torch.arange(keys.numel()) + shift.index_select(0, expert.to(torch.int32))
     return offsets, choice, torch.where(expert < num_local_experts, row, -1)
 
 

@@ -170,6 +170,41 @@ def place(
     return offsets, filled, row_id_map
 
 
+@triton.jit
+def goes_somewhere(row_id_map: tl.tensor, row: tl.tensor, K: tl.constexpr) -> tl.tensor:
+    """Whether a row has a place among the experts' rows."""
+    last = -1
+    for k in tl.static_range(K):
+        last = tl.maximum(last, tl.load(row_id_map + row * K + k))
+    return last >= 0
+
+
+@triton.jit
+def put(
+    value: tl.tensor, row_id_map: tl.tensor, row: tl.tensor, out: tl.tensor, column: tl.tensor, columns: int, K: tl.constexpr
+) -> None:
+    """Store some columns of a row at all its places."""
+    for k in tl.static_range(K):
+        place = tl.load(row_id_map + row * K + k).to(tl.int64)
+        tl.store(out + place * columns + column, value, mask=(column < columns) & (place >= 0))
+
+
+@triton.jit
+def clear_padding(
+    nothing: tl.tensor,
+    filled: tl.tensor,
+    offsets: tl.tensor,
+    expert: tl.tensor,
+    out: tl.tensor,
+    column: tl.tensor,
+    columns: int,
+) -> None:
+    """Store zeros, which `nothing` holds, in some columns of the rows between an expert's last one and its group's end."""
+    first = tl.load(filled + expert).to(tl.int64)
+    for padding in range(tl.load(offsets + expert) - first):
+        tl.store(out + (first + padding) * columns + column, nothing, mask=column < columns)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _scatter_rows(
     x: tl.tensor,
@@ -188,19 +223,10 @@ def _scatter_rows(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if row < rows:
-        last = -1
-        for k in tl.static_range(K):
-            last = tl.maximum(last, tl.load(row_id_map + row * K + k))
-        bits = tl.load(x + row * x_row + column * x_column, mask=(column < columns) & (last >= 0), other=0)
-        for k in tl.static_range(K):
-            place = tl.load(row_id_map + row * K + k).to(tl.int64)
-            tl.store(out + place * columns + column, bits, mask=(column < columns) & (place >= 0))
+        inside = (column < columns) & goes_somewhere(row_id_map, row, K)
+        put(tl.load(x + row * x_row + column * x_column, mask=inside, other=0), row_id_map, row, out, column, columns, K)
     else:
-        expert = row - rows
-        first = tl.load(filled + expert).to(tl.int64)
-        for padding in range(tl.load(offsets + expert) - first):
-            nothing = tl.zeros([BLOCK], out.dtype.element_ty)
-            tl.store(out + (first + padding) * columns + column, nothing, mask=column < columns)
+        clear_padding(tl.zeros([BLOCK], out.dtype.element_ty), filled, offsets, row - rows, out, column, columns)
 
 
 @on_its_device

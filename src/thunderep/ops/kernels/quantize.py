@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from thunderep.ops.kernels.device import on_its_device
+from thunderep.ops.kernels.permute import clear_padding, goes_somewhere, put
 
 GROUP = 128
 """Columns that share a scale."""
@@ -113,22 +114,13 @@ def _scatter_dequantized(
     group = (tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)).to(tl.int64)
     column = (group * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
     if row < rows:
-        last = -1
-        for k in tl.static_range(K):
-            last = tl.maximum(last, tl.load(row_id_map + row * K + k))
-        chosen = last >= 0
+        chosen = goes_somewhere(row_id_map, row, K)
         scale = tl.load(scales + row * scales_row + group * scales_column, mask=chosen & (group < groups_a_row), other=0.0)
         code = tl.load(codes + row * codes_row + column * codes_column, mask=chosen & (column < columns), other=0)
         value = (_decode(code.to(tl.int32)) * scale[:, None]).to(out.dtype.element_ty)
-        for k in tl.static_range(K):
-            place = tl.load(row_id_map + row * K + k).to(tl.int64)
-            tl.store(out + place * columns + column, value, mask=(column < columns) & (place >= 0))
+        put(value, row_id_map, row, out, column, columns, K)
     else:
-        expert = row - rows
-        first = tl.load(filled + expert).to(tl.int64)
-        for padding in range(tl.load(offsets + expert) - first):
-            nothing = tl.zeros([GROUPS, GROUP], out.dtype.element_ty)
-            tl.store(out + (first + padding) * columns + column, nothing, mask=column < columns)
+        clear_padding(tl.zeros([GROUPS, GROUP], out.dtype.element_ty), filled, offsets, row - rows, out, column, columns)
 
 
 @on_its_device

@@ -20,6 +20,19 @@ PROGRAMS = 16
 
 
 @triton.jit
+def _tile(
+    tile: int, rows: int, inner: int, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Where a tile's elements lie in [C, I], where in the first half of [C, 2 I], and which of them there are."""
+    across = tl.cdiv(inner, COLUMNS)
+    row = tile // across * ROWS + tl.arange(0, ROWS)
+    column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
+    begin = row.to(tl.int64)[:, None] * inner
+    at = begin + column[None, :]
+    return at, at + begin, (row < rows)[:, None] & (column < inner)[None, :]
+
+
+@triton.jit
 def _swiglu(
     gate_up: tl.tensor,
     end: tl.tensor,
@@ -28,13 +41,9 @@ def _swiglu(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    rows, tiles = tl.load(end), tl.cdiv(inner, COLUMNS)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * tiles, tl.num_programs(0)):
-        row = tile // tiles * ROWS + tl.arange(0, ROWS)
-        column = tile % tiles * COLUMNS + tl.arange(0, COLUMNS)
-        inside = (row < rows)[:, None] & (column < inner)[None, :]
-        at = row.to(tl.int64)[:, None] * inner + column[None, :]
-        halves = at + row.to(tl.int64)[:, None] * inner
+    rows = tl.load(end)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * tl.cdiv(inner, COLUMNS), tl.num_programs(0)):
+        at, halves, inside = _tile(tile, rows, inner, ROWS, COLUMNS)
         gate = tl.load(gate_up + halves, mask=inside, other=0).to(tl.float32)
         up = tl.load(gate_up + halves + inner, mask=inside, other=0).to(tl.float32)
         tl.store(out + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
@@ -50,13 +59,9 @@ def _swiglu_backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    rows, tiles = tl.load(end), tl.cdiv(inner, COLUMNS)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * tiles, tl.num_programs(0)):
-        row = tile // tiles * ROWS + tl.arange(0, ROWS)
-        column = tile % tiles * COLUMNS + tl.arange(0, COLUMNS)
-        inside = (row < rows)[:, None] & (column < inner)[None, :]
-        at = row.to(tl.int64)[:, None] * inner + column[None, :]
-        halves = at + row.to(tl.int64)[:, None] * inner
+    rows = tl.load(end)
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * tl.cdiv(inner, COLUMNS), tl.num_programs(0)):
+        at, halves, inside = _tile(tile, rows, inner, ROWS, COLUMNS)
         g = tl.load(grad + at, mask=inside, other=0).to(tl.float32)
         gate = tl.load(gate_up + halves, mask=inside, other=0).to(tl.float32)
         up = tl.load(gate_up + halves + inner, mask=inside, other=0).to(tl.float32)
