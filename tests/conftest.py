@@ -51,6 +51,20 @@ def four_ranks() -> Iterator[Callable[[], Ranks]]:
         ranks.close()
 
 
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[Callable[[], Ranks]]:
+    """Gives one gloo process, as `four_ranks` does."""
+    with Ranks(1) as processes:
+        yield lambda: processes
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    """Two gloo processes."""
+    with Ranks(2) as processes:
+        yield processes
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say how many examples ran in real processes."""
     for name, count in sorted(EXAMPLES.items()):

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from thunderep.api import DispatchOutput, combine, dispatch, permute, permute_fp8, quantize_fp8, unpermute
 from thunderep.buffer import Buffer
-from thunderep.ops.dispatch import check_ids
+from thunderep.ops.dispatch_arguments import check_ids
 from thunderep.straight_through import straight_through
 
 Activation = Callable[[torch.Tensor], torch.Tensor]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -110,3 +112,49 @@ def test_weights_beside_rows_of_8_bits_have_their_gradient(
         grads += torch.autograd.grad((d.recv_topk_weights * factor).sum(), leaf)
     assert not d.recv_x.requires_grad
     assert torch.equal(*grads)
+
+
+def test_async_work(buffer: thunderep.Buffer) -> None:
+    """Work gives the result as often as it is asked, and carries gradients."""
+    x, idx, weights = inputs()
+    x.requires_grad_()
+    work = thunderep.dispatch(x, idx, weights, E, buffer, async_op=True)
+    d = work.wait()
+    assert work.wait() is d
+    assert work.is_completed()
+    out = thunderep.combine(d.recv_x, d, buffer, async_op=True).wait()
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(grad, d.is_token_in_rank.float().expand(T, H))
+    with pytest.raises(ValueError, match="topk_idx"):  # at once: who went on would be an operation ahead of the peers
+        thunderep.dispatch(x, torch.full((T, K), E), weights, E, buffer, async_op=True)
+    with torch.no_grad():
+        assert not thunderep.dispatch(x, idx, weights, E, buffer, async_op=True).wait().recv_x.requires_grad
+
+
+def test_work_that_failed_fails_as_often_as_it_is_asked(buffer: thunderep.Buffer) -> None:
+    def fail(handle: torch.Tensor) -> None:
+        asked.append(handle)
+        raise ValueError("once")
+
+    asked: list[torch.Tensor] = []
+    work = thunderep.Work(buffer, torch.zeros(1), fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="once"):
+            work.wait()
+    assert len(asked) == 1
+    assert work.is_completed()
+
+
+def test_one_work_may_be_waited_for_by_many_threads(buffer: thunderep.Buffer) -> None:
+    work = thunderep.dispatch(*inputs(), E, buffer, async_op=True)
+    with ThreadPoolExecutor(4) as pool:
+        received = list(pool.map(lambda _: work.wait(), range(8)))
+    assert all(d is received[0] for d in received)
+
+
+def test_work_that_nobody_waits_for_keeps_no_result(buffer: thunderep.Buffer) -> None:
+    before = len(buffer.pending._started)  # handles that other tests here have and no work
+    for _ in range(3):
+        thunderep.dispatch(*inputs(), E, buffer, async_op=True)
+    gc.collect()
+    assert len(buffer.pending._started) == before

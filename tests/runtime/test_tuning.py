@@ -1,4 +1,4 @@
-"""Thresholds: where they come from, and that no file can do harm."""
+"""Thresholds: where they come from, that no file can do harm, and which calls they leave to kernels."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from thunderep.runtime import cuda, tuning
-from thunderep.runtime.tuning import BUILT_IN, ENVIRONMENT, Thresholds, load, save, thresholds
+from thunderep.runtime.transport import COLLECTIVES, DTYPES, KINDS, OUTWARD, Call
+from thunderep.runtime.tuning import BUILT_IN, ENVIRONMENT, Thresholds, built_in, load, save, thresholds
 
+HIDDEN = 64
 GPUS = ["NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090"]
 FOUND = Thresholds(dispatch=123_456, combine=0)
 
@@ -125,3 +128,46 @@ def test_built_in_thresholds_are_mentioned_once(caplog: pytest.LogCaptureFixture
     assert [record.getMessage() for record in caplog.records] == [
         "auto goes by built-in thresholds; `thunderep tune` measures those of this machine"
     ]
+
+
+def call(kind: str, rows: int, tokens: int = 0, dtype: torch.dtype = torch.bfloat16) -> Call:
+    return Call(KINDS.index(kind), tokens, rows, DTYPES.index(dtype), HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"), [(kind, 1024 if outward else 4096) for kind, outward in zip(KINDS, OUTWARD, strict=True)]
+)
+def test_bytes_of_rows_alone_decide_who_moves_a_call(kind: str, most: int) -> None:
+    limits = Thresholds(dispatch=1024, combine=4096)
+    for dtype in (torch.bfloat16, torch.float32, torch.int8):
+        rows = most // (HIDDEN * dtype.itemsize)
+        assert all(limits.take(call(kind, rows, tokens, dtype)) for tokens in (0, rows))
+        assert not any(limits.take(call(kind, rows + 1, tokens, dtype)) for tokens in (0, rows))
+
+
+def test_beside_other_work_kernels_move_less() -> None:
+    limits, rows = Thresholds(dispatch=4096, combine=512, beside=1024), 2048 // (HIDDEN * 2)
+    for kind, outward in zip(KINDS, OUTWARD, strict=True):
+        assert limits.take(call(kind, rows)) == outward
+        assert not limits.take(call(kind, rows)._replace(async_op=True))
+        assert limits.take(call(kind, rows // 4)._replace(async_op=True))
+        assert limits._replace(beside=None).take(call(kind, rows)._replace(async_op=True)) == outward
+
+
+def test_dense_rows_are_all_needed() -> None:
+    """Where kernels move every dispatch, since few of its rows are needed, they still leave large dense calls to engines."""
+    limits = built_in(num_ranks=8, topk=4)
+    rows = (BUILT_IN.dispatch // (HIDDEN * 2)) + 1
+    for kind in KINDS:
+        assert limits.take(call(kind, rows)) == (kind not in COLLECTIVES)
+
+
+def test_kernels_take_larger_dispatches_where_some_rows_are_not_needed() -> None:
+    rows = 4 * BUILT_IN.dispatch // (HIDDEN * 2)
+    for num_ranks in (2, 4):
+        limits = built_in(num_ranks, topk=8)
+        for kind, outward in zip(KINDS, OUTWARD, strict=True):
+            outward_rows = outward and kind not in COLLECTIVES
+            assert limits.take(call(kind, rows)) == (outward_rows and num_ranks == 4)
+            assert not limits.take(call(kind, rows + 1))
+            assert not limits.take(call(kind, rows)._replace(async_op=True))

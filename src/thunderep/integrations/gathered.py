@@ -17,7 +17,7 @@ from thunderep.api import DispatchOutput, combine, dispatch
 from thunderep.buffer import Buffer
 from thunderep.collectives import all_gather, reduce_scatter
 from thunderep.ops.collectives import pad_rows, unpad_rows
-from thunderep.ops.dispatch import ROW_DTYPES
+from thunderep.ops.dispatch_arguments import ROW_DTYPES
 from thunderep.ops.rows import IDX_DTYPES
 
 

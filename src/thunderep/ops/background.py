@@ -19,7 +19,7 @@ import torch
 
 from thunderep.background import Operation, Rest
 from thunderep.buffer import lookup
-from thunderep.ops import combine, dispatch
+from thunderep.ops import combine, dispatch, dispatch_arguments
 from thunderep.ops.library import HALVED, library
 from thunderep.ops.rows import no_second_derivative
 
@@ -44,8 +44,8 @@ def _dispatch_start(
     x_scales: torch.Tensor | None = None,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    dispatch.checked(lookup(buffer), x, topk_idx, topk_weights, num_experts, max_tokens, x_scales, True)
-    dispatch.check_ids(topk_idx, num_experts)
+    dispatch_arguments.checked(lookup(buffer), x, topk_idx, topk_weights, num_experts, max_tokens, x_scales, True)
+    dispatch_arguments.check_ids(topk_idx, num_experts)
 
     def begin(x: torch.Tensor, idx: torch.Tensor, weights: torch.Tensor, scales: torch.Tensor | None) -> Rest:
         return dispatch.begin(x, idx, weights, num_experts, buffer, max_tokens, scales)

@@ -10,88 +10,13 @@ import torch
 from thunderep.background import Rest
 from thunderep.buffer import Buffer, lookup
 from thunderep.ops.combine import SUM_DTYPES
+from thunderep.ops.dispatch_arguments import check_ids, checked, validate
 from thunderep.ops.library import library
-from thunderep.ops.rows import (
-    kernels,
-    kernels_in,
-    metadata,
-    remember,
-    require,
-    require_device,
-    require_id_type,
-    rows_call,
-    rows_sum,
-)
+from thunderep.ops.rows import kernels, kernels_in, rows_call, rows_sum
 from thunderep.runtime.trace import phase
-from thunderep.runtime.transport import DTYPES, KINDS, Call, Transport
-
-ROW_DTYPES = DTYPES[:7]
-_ONE_OF_ROW_DTYPES = f"one of {ROW_DTYPES}"  # made once: it takes microseconds
+from thunderep.runtime.transport import Call, Transport
 
 _Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def validate(
-    buffer: Buffer,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-    num_experts: int,
-    x_scales: torch.Tensor | None,
-) -> None:
-    """Raise ValueError for what shapes, types and devices alone tell."""
-    require(x.dim() == 2 and x.shape[1] == buffer.hidden, "x", x, f"[T, {buffer.hidden}] (hidden)")
-    require(x.dtype in ROW_DTYPES, "x", x.dtype, _ONE_OF_ROW_DTYPES)
-    require(x.dtype.itemsize <= buffer.dtype.itemsize, "x", x.dtype, f"elements no wider than the Buffer's {buffer.dtype}")
-    require(topk_idx.dim() == 2 and topk_idx.shape[1] == buffer.topk, "topk_idx", topk_idx, f"[T, {buffer.topk}] (topk)")
-    require_id_type("topk_idx", topk_idx)
-    require(
-        topk_weights.dim() == 2 and topk_weights.shape[1] == buffer.topk,
-        "topk_weights",
-        topk_weights,
-        f"[T, {buffer.topk}] (topk)",
-    )
-    require(topk_weights.dtype == torch.float32, "topk_weights", topk_weights.dtype, torch.float32)
-    require(num_experts == buffer.num_experts, "num_experts", num_experts, f"the Buffer's {buffer.num_experts}")
-    tensors = {"x": x, "topk_idx": topk_idx, "topk_weights": topk_weights}
-    if x_scales is not None:
-        require(x_scales.dim() == 2, "x_scales", x_scales, "[T, S]")
-        require(x_scales.dtype == torch.float32, "x_scales", x_scales.dtype, torch.float32)
-        tensors["x_scales"] = x_scales
-    require_device(buffer, tensors)
-
-
-def checked(
-    owner: Buffer,
-    x: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-    num_experts: int,
-    max_tokens: int,
-    x_scales: torch.Tensor | None,
-    async_op: bool,
-) -> Call:
-    """What ranks must agree on. Raises for what shapes, types and devices alone tell."""
-
-    def look() -> Call:
-        validate(owner, x, topk_idx, topk_weights, num_experts, x_scales)
-        tokens = x.shape[0]
-        for name, tensor in (("topk_idx", topk_idx), ("topk_weights", topk_weights), ("x_scales", x_scales)):
-            require(tensor is None or tensor.shape[0] == tokens, name, tensor, f"{tokens} rows, as x has")
-        return Call(
-            kind=KINDS.index("dispatch"),
-            tokens=tokens,
-            max_tokens=_max_rows(owner, tokens, max_tokens),
-            dtype=DTYPES.index(x.dtype),
-            hidden=owner.hidden,
-            topk=owner.topk,
-            idx_dtype=DTYPES.index(topk_idx.dtype),
-            scales=-1 if x_scales is None else x_scales.shape[1],
-            async_op=async_op,
-        )
-
-    signature = ("dispatch", async_op, *metadata(x, topk_idx, topk_weights, x_scales), num_experts, max_tokens)
-    return remember(owner, signature, look)
 
 
 def run(
@@ -135,14 +60,6 @@ def begin(
             received = routing.exchange_routing(topk_idx, topk_weights, x_scales, call.max_tokens)
             moved.own()
         return Rest.of(recv_x, *received)
-
-
-def check_ids(topk_idx: torch.Tensor, num_experts: int) -> None:
-    """Raise for ids that no expert has, where the host sees them."""
-    if len(topk_idx) and not topk_idx.is_cuda:
-        low, high = topk_idx.aminmax()
-        if low < -1 or high >= num_experts:
-            raise ValueError(f"topk_idx: got ids from {int(low)} to {int(high)}, expected -1 to {num_experts - 1}")
 
 
 def _move(
@@ -199,18 +116,6 @@ def _localize(
     weights.masked_fill_(elsewhere, 0.0)
     chosen, bounds = sent_idx.unsqueeze(-1), owner.expert_bounds
     return ((chosen >= bounds[:-1]) & (chosen < bounds[1:])).any(dim=1)
-
-
-def _max_rows(owner: Buffer, tokens: int, max_tokens: int) -> int:
-    max_rows = tokens if max_tokens == -1 else max_tokens
-    if max_rows < 0:
-        raise ValueError(f"max_tokens: got {max_tokens}, expected -1 or at least 0")
-    if max_rows > owner.max_tokens:
-        name = "x" if max_tokens == -1 else "max_tokens"
-        raise RuntimeError(f"{name}: got {max_rows} tokens, more than the Buffer's max_tokens = {owner.max_tokens}")
-    if tokens > max_rows:
-        raise RuntimeError(f"x: got {tokens} tokens, more than max_tokens = {max_rows} of this call")
-    return max_rows
 
 
 @torch.library.register_fake("thunderep::dispatch", lib=library)
